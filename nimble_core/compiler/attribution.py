@@ -5,12 +5,13 @@ kernel finishes, but also that of the kernel before. Here an eager call belongs 
 to a later one only if that continues the work of a library call it reads from (a bias, left out of a convolution).
 A kernel does nothing that needs a library call which is still to come: such a name means a change of layout.
 Inductor names nothing for what it replaced by a pattern (an attention): such a call stands for the eager calls that no
-other claims and that lie between those of its producers and those of its readers.
+other claims and that lie between those of its producers and those of its readers. A pattern may also keep one name of
+several (a division before a softmax): what is left then belongs to the kernels that do its readers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from nimble_core.ir.program import Call, Origin, Phase, Program
@@ -33,7 +34,7 @@ def attributed(program: Program, eager: Program) -> Program:
     calls = []
     before = _ancestors(eager)
     last_named = {index: place for place, call in enumerate(program.calls) for index in call.eager}
-    done_at = _library_calls(program, eager)
+    done_at = _library_calls(program, eager, before)
     for place, call in enumerate(program.calls):
         compiled = "." not in call.operator
         named = set(call.eager)
@@ -49,8 +50,11 @@ def attributed(program: Program, eager: Program) -> Program:
         for ref in call.writes:
             library[ref.storage] = frozenset() if compiled else frozenset(own)
         calls.append(_standing_for(call, tuple(sorted(own)), eager))
+    unclaimed = set(range(len(eager.calls))) - claimed
     if not all(call.eager for call in calls):
-        calls = _between(calls, before, eager, set(range(len(eager.calls))) - claimed)
+        calls = _between(calls, before, eager, unclaimed)
+    if unclaimed:
+        calls = _with_their_readers(calls, before, eager, unclaimed)
     return replace(program, calls=tuple(_in_phases(calls, eager)))
 
 
@@ -63,13 +67,21 @@ def _in_phases(calls: Sequence[Call], eager: Program) -> Iterator[Call]:
         yield replace(call, phase=phase)
 
 
-def _library_calls(program: Program, eager: Program) -> dict[int, int]:
-    """Find eager calls that a call of the same operator does, and where: convolutions, products."""
+def _library_calls(program: Program, eager: Program, before: Sequence[int]) -> dict[int, int]:
+    """Find eager calls that a call of the same operator does, and where: convolutions, products.
+
+    Of those that it names, some may have led to what it reads.
+    """
     found: dict[int, int] = {}
     for place, call in enumerate(program.calls):
-        for index in call.eager:
-            if "." in call.operator and eager.calls[index].label == call.label:
-                found.setdefault(index, place)
+        if "." in call.operator:
+            alike = [index for index in call.eager if eager.calls[index].label == call.label]
+            led_to = 0
+            for index in alike:
+                led_to |= before[index]
+            for index in alike:
+                if not led_to >> index & 1:
+                    found.setdefault(index, place)
     return found
 
 
@@ -93,6 +105,26 @@ def _between(calls: list[Call], before: list[int], eager: Program, unclaimed: se
         for ref in call.writes:
             made_by[ref.storage] = done[place]
     return done
+
+
+def _with_their_readers(
+    calls: list[Call], before: Sequence[int], eager: Program, unclaimed: Collection[int]
+) -> list[Call]:
+    """Give unclaimed eager calls to the calls that do the first eager call which needs them."""
+    doers: dict[int, list[int]] = {}
+    for place, call in enumerate(calls):
+        for index in call.eager:
+            doers.setdefault(index, []).append(place)
+    more: dict[int, set[int]] = {}
+    for one in sorted(unclaimed, reverse=True):
+        reader = next((later for later in range(one + 1, len(before)) if before[later] >> one & 1), None)
+        doers[one] = doers.get(reader, []) if reader is not None else []
+        for place in doers[one]:
+            more.setdefault(place, set()).add(one)
+    return [
+        _standing_for(call, tuple(sorted({*call.eager, *more[place]})), eager) if place in more else call
+        for place, call in enumerate(calls)
+    ]
 
 
 def _mask(groups: Iterable[Sequence[int]]) -> int:

@@ -210,6 +210,11 @@ def _refuse_opaque(module: fx.GraphModule, program: Program) -> None:
                 "the model launches kernels past torch's dispatcher, which Inductor cannot take into a graph",
                 fix='Options(fuse="library"), or wrap them with torch.library.triton_op',
             )
+        if node.target is torch.ops.aten.bernoulli.default:
+            raise CaptureError(
+                "the model draws with a probability for each element (torch.bernoulli), and Inductor draws otherwise",
+                fix='torch.rand_like(p) < p, or Options(fuse="library")',
+            )
         if _draws_into_part(node, program):
             raise CaptureError(
                 "the model draws random numbers into a part of a tensor, which Inductor leaves out if nobody reads it",

@@ -14,6 +14,7 @@ from nimble_core.torch_compat.dispatch import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+from nimble_core.tracing.host_waits import experts_fix
 from nimble_core.tracing.kernel_launches import Relaunch
 from nimble_core.tracing.run_log import RunLog
 from nimble_core.utils.errors import CaptureError, NotStaticError, first_line
@@ -103,5 +104,6 @@ class CallRunner:
             raise CaptureError(
                 f"{func} cannot be captured: {first}",
                 where=where,
-                fix="keep that operator out of the prepared module, or use a form that does not synchronise",
+                fix=experts_fix(frame)
+                or "keep that operator out of the prepared module, or use a form that does not synchronise",
             ) from error

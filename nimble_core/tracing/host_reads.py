@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nimble_core.torch_compat.dispatch import modes_off
-from nimble_core.tracing.host_waits import FIXED_SHAPE, ON_DEVICE, TO_HOST, WAITS, expert_loop_fix, reason_to_wait
+from nimble_core.tracing.host_waits import FIXED_SHAPE, ON_DEVICE, TO_HOST, WAITS, experts_fix, reason_to_wait
 from nimble_core.tracing.host_work import FreshConstants, HostWork
 from nimble_core.tracing.operator_traits import (
     fills_where_true,
@@ -63,7 +63,7 @@ class HostReads:
         known = all(map(self._table.is_constant, tensors))
         if known and away and not self._log.values:
             fix = "measure with compare(...): a plan has no values, where a recording finds the same in each run"
-        fix = expert_loop_fix(frame) or fix
+        fix = experts_fix(frame) or fix
         if not known or (away and (not self._log.values or written_tensors(func, args, kwargs))):
             raise CaptureError(f"{func} {why}: {WAITS}", where=self._log.origins.where(func, frame), fix=fix)
         self._hold(func, args, kwargs, self._log.origins.where(func, frame), fix)
@@ -190,11 +190,13 @@ class HandedOut:
 
     def listed(self, tensor: torch.Tensor, frame: FrameType) -> None:
         """Note that the numbers of ``tensor`` become a list."""
+        if tensor.device.type != "cpu":
+            return  # copied to the host first, by a call
         where = self._log.origins.where("tolist", frame)
         if self._reads.knows(tensor):
             with modes_off():
                 self._reads.read(tensor, where)
-        elif has_memory(tensor):
+        elif has_memory(tensor) and self._log.on_host:
             self._note(where, frame)
 
     def copied_to_host(self, tensor: torch.Tensor, frame: FrameType) -> None:

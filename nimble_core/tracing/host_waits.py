@@ -12,7 +12,7 @@ from nimble_core.tracing.operator_traits import copies_to_host, shape_depends_on
 from nimble_core.tracing.provenance import issued_in, running_module
 from nimble_core.tracing.recording import flat_tensors
 
-__all__ = ["FIXED_SHAPE", "ON_DEVICE", "TO_HOST", "WAITS", "expert_loop_fix", "reason_to_wait"]
+__all__ = ["FIXED_SHAPE", "ON_DEVICE", "TO_HOST", "WAITS", "experts_fix", "reason_to_wait"]
 
 WAITS = "the host would have to wait for the device, and a replay cannot"
 ON_DEVICE = "compute it on the device, or pass it as an input"
@@ -26,7 +26,7 @@ _WRITES_WHERE_TRUE = (
 )
 _EXPERTS = (
     'model.set_experts_implementation("batched_mm") before preparing, or from_pretrained(..., '
-    'experts_implementation="batched_mm"): no loop over the experts that are chosen'
+    'experts_implementation="batched_mm"): the host need not know which experts are chosen'
 )
 _FIX_BY_FILE = {
     torch.nn.modules.batchnorm.__file__: "give momentum a number: with None torch reads how many batches there were",
@@ -62,8 +62,12 @@ def reason_to_wait(
     return None
 
 
-def expert_loop_fix(frame: FrameType) -> str:
-    """Return the remedy for a mixture of experts of Hugging Face that loops over chosen experts; empty elsewhere."""
+def experts_fix(frame: FrameType) -> str:
+    """Return the remedy for a mixture of experts of Hugging Face whose host waits for what is chosen; else empty.
+
+    ``"eager"`` loops over the chosen experts. ``"grouped_mm"`` does not, but where torch has no kernel for it (float32)
+    it reads on the host how many were chosen.
+    """
     module = running_module(frame)
-    eager = getattr(getattr(module, "config", None), "_experts_implementation", "") == "eager"
-    return _EXPERTS if eager and hasattr(module, "_apply_gate") else ""
+    chosen = getattr(getattr(module, "config", None), "_experts_implementation", "")
+    return _EXPERTS if hasattr(module, "_apply_gate") and chosen != "batched_mm" else ""

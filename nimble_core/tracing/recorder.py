@@ -155,9 +155,10 @@ def _watched(recorder: _Recorder, remote: bool) -> Iterator[None]:
     with ExitStack() as stack:
         if remote:
             stack.enter_context(host_copies_seen(handed_out.copied_to_host))
-        elif recorder.log.on_host:
-            stack.enter_context(exports_seen(handed_out.exported))
+        else:
             stack.enter_context(readings_seen(handed_out.listed))
+        if recorder.log.on_host:
+            stack.enter_context(exports_seen(handed_out.exported))
         stack.enter_context(unread_values.values_unread(recorder.reads.knows))
         stack.enter_context(operator_by_operator())
         stack.enter_context(tensors_lifted_first())

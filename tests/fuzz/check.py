@@ -29,7 +29,8 @@ class Result:
     """What became of a case.
 
     ``outcome`` is ``"equal"``; ``"refused"``, by an error that says what to do; ``"warned"`` where a model that is not
-    static was said to be frozen and is; ``"wrong"`` where something differs without a word, or ``"crash"``.
+    static was said to be frozen and is; ``"eager fails"`` where the model itself raises on this device; ``"wrong"``
+    where something differs without a word, or ``"crash"``.
     """
 
     seed: int
@@ -62,8 +63,25 @@ def check(case: Case, device: str = "cpu") -> Result:
             return result("wrong", str(error))
         except Exception as error:
             outcome = "refused" if isinstance(error, NimbleError) else "crash"
+            if outcome == "crash" and _eager_raises(type(error), case, device):
+                outcome = "eager fails"
             return result(outcome, f"{type(error).__name__}: {error}")
     return result("equal")
+
+
+def _eager_raises(kind: type[Exception], case: Case, device: str) -> bool:
+    """Whether the model itself raises such an error: not all that a host computes does a GPU compute as well."""
+    twins = _Twins(case, device)
+    try:
+        if case.mode == "step":
+            _eager_step(twins, twins.models[0], _optimizer(case, twins.models[0]), 100, {"accumulate": 1})
+            _eager_steps(twins, 2 * CALLS - 1, {"accumulate": 1})
+        else:
+            _call(twins, twins.models[0], 100)
+            _calls(twins, CALLS - 1)
+    except kind:
+        return True
+    return False
 
 
 class _Watching(TorchDispatchMode):
@@ -109,7 +127,7 @@ def _check_module(case: Case, device: str) -> None:
     training = case.mode == "training"
     args, kwargs = twins.inputs(100)
     before = _copied((_state(mine), (args, kwargs)))
-    with twins.cast(), _nothing_drawn(), torch.set_grad_enabled(training):
+    with twins.cast(), _nothing_drawn(device), torch.set_grad_enabled(training):
         net = Nimble(mine, twins.options).prepare(*args, training=training, **kwargs)
     _same("a buffer after prepare", _state(mine), before[0])
     _same("an input after prepare", (args, kwargs), before[1])
@@ -217,7 +235,7 @@ def _check_step(case: Case, device: str) -> None:
     eager, watched, mine = twins.models
     optimizers = [_optimizer(case, model) for model in twins.models]
     before = _copied(_state(mine))
-    with _nothing_drawn():
+    with _nothing_drawn(device):
         step = TrainStep(mine, _loss, optimizers[2], options=twins.options, autocast=cast, **more)
         step.prepare(*_data(twins, 100))
     _same("a buffer after prepare", _state(mine), before)
@@ -263,18 +281,22 @@ def _eager_step(twins: _Twins, model: Any, optimizer: Any, turn: int, more: Mapp
         loss = _loss(model(**given) if isinstance(given, dict) else model(*given), target)
     (loss / share).backward()
     if turn % share == share - 1:
-        if more["clip_grad_norm"]:
+        if more.get("clip_grad_norm"):
             torch.nn.utils.clip_grad_norm_(model.parameters(), more["clip_grad_norm"])
         optimizer.step()
     return {"loss": loss.detach(), "state": _state(model), "random state": _random_state(twins.device)}
 
 
 @contextmanager
-def _nothing_drawn() -> Iterator[None]:
+def _nothing_drawn(device: str) -> Iterator[None]:
     """Raise _Differs where random states are not afterwards what they were."""
-    before = (torch.get_rng_state(), random.getstate())
+
+    def states() -> tuple[list[int], list[int], Any]:
+        return torch.get_rng_state().tolist(), _random_state(device).tolist(), random.getstate()
+
+    before = states()
     yield
-    if not torch.equal(torch.get_rng_state(), before[0]) or random.getstate() != before[1]:
+    if states() != before:
         raise _Differs("prepare changed the random state")
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from nimble_core.compiler.passes.conv_forms import Form, Site, forms_of
-from nimble_core.compiler.passes.decisions import Decisions
+from nimble_core.compiler.passes.decisions import Decisions, example
 from nimble_core.compiler.passes.fold_batchnorm import affine, folded_into
 from nimble_core.compiler.to_fx import (
     add_call,
@@ -153,7 +153,7 @@ def _example(site: Site, device: torch.device) -> tuple[torch.Tensor, torch.Tens
 
     def made(sizes: Sequence[int]) -> torch.Tensor:
         chosen = layout if len(sizes) == 4 else torch.contiguous_format
-        return torch.empty(tuple(sizes), dtype=dtype, device=device, memory_format=chosen).uniform_(-0.1, 0.1)
+        return example(sizes, dtype, device, chosen)
 
     return (
         made(site.sizes[0]),

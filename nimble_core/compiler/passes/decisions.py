@@ -6,16 +6,28 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 
 from nimble_core.compiler.to_fx import calls_of
 from nimble_core.ir.program import KernelChoice
 from nimble_core.runtime.device import Timed
 
-__all__ = ["Decisions", "Timer"]
+__all__ = ["Decisions", "Timer", "example"]
 
 Timer = Callable[[Sequence[Timed]], Sequence[float | None]]
 """Times each call, or several side by side, on an idle device, in ns; None for one that fails or cannot be timed."""
+
+
+def example(
+    sizes: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    memory_format: torch.memory_format = torch.contiguous_format,
+) -> torch.Tensor:
+    """Make a tensor of small numbers, to time calls on; they come from a generator of its own, not from the user's."""
+    one = torch.empty(tuple(sizes), dtype=dtype, device=device, memory_format=memory_format)
+    return one.uniform_(-0.1, 0.1, generator=torch.Generator(device).manual_seed(0))
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from nimble_core.compiler.passes.decisions import Decisions
+from nimble_core.compiler.passes.decisions import Decisions, example
 from nimble_core.compiler.to_fx import (
     arguments_of,
     drop_unused,
@@ -154,9 +154,9 @@ def _example(sibling: _Sibling, width: int, device: torch.device) -> Callable[[]
     assert source is not None
 
     def made(sizes: Sequence[int]) -> torch.Tensor:
-        one = torch.empty(sizes, dtype=getattr(torch, source.dtype), device=device).uniform_(-0.1, 0.1)
         channels_last = len(sizes) == 4 and device.type == "cuda"
-        return one.to(memory_format=torch.channels_last) if channels_last else one
+        layout = torch.channels_last if channels_last else torch.contiguous_format
+        return example(sizes, getattr(torch, source.dtype), device, layout)
 
     x, weight = made(source.sizes), made((width, *sibling.kernel))
     if sibling.node.target is _CONVOLUTION:

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from nimble_core.compiler.passes.channels_last import takes_windows
-from nimble_core.compiler.passes.decisions import Decisions
+from nimble_core.compiler.passes.decisions import Decisions, example
 from nimble_core.compiler.to_fx import drop_unused, is_view, pinned, reference_of, use_calls
 from nimble_core.torch_compat.dispatch import OpOverload
 from nimble_core.tracing.strides import copy_rows, corner, laid_out, restrided, row_by_row
@@ -282,9 +282,9 @@ def _alternatives(padding: _Padding, device: torch.device) -> tuple[_Counted, _C
 
     @cache
     def made(*sizes: int) -> torch.Tensor:
-        return torch.empty(sizes, dtype=_dtype(padding.products[0].node), device=device).uniform_(-0.1, 0.1)
+        return example(sizes, _dtype(padding.products[0].node), device)
 
-    def example(sizes: Sequence[int], turned: bool) -> torch.Tensor:
+    def operand(sizes: Sequence[int], turned: bool) -> torch.Tensor:
         return made(*sizes).t() if turned else made(*sizes)
 
     def narrowed(left: torch.Tensor, right: torch.Tensor, columns: int) -> torch.Tensor:
@@ -294,10 +294,10 @@ def _alternatives(padding: _Padding, device: torch.device) -> tuple[_Counted, _C
     after: _Counted = []
     alike = Counter((one.left.sizes, one.left.turned, one.right.sizes, one.right.turned) for one in padding.products)
     for (left, left_turned, right, right_turned), count in alike.items():
-        rows, columns = example(left, left_turned), example(right, right_turned)
+        rows, columns = operand(left, left_turned), operand(right, right_turned)
         wide_rows, wide_columns = (
-            example(padding.padded(left), left_turned),
-            example(padding.padded(right), right_turned),
+            operand(padding.padded(left), left_turned),
+            operand(padding.padded(right), right_turned),
         )
         before.append((count, partial(torch.mm, rows, columns)))
         after.append((count, partial(narrowed, wide_rows, wide_columns, columns.shape[1])))

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from nimble_core.compiler.passes.channels_last import layout_matters
-from nimble_core.compiler.passes.decisions import Decisions
+from nimble_core.compiler.passes.decisions import Decisions, example
 from nimble_core.compiler.to_fx import drop_unused, pinned, reference_of, use_calls
 from nimble_core.ir.program import TensorRef
 from nimble_core.runtime.device import Timed
@@ -64,8 +64,7 @@ def choose_pools(module: fx.GraphModule, device: torch.device, decisions: Decisi
 
 def _ways(pool: fx.Node, source: TensorRef, device: torch.device) -> list[Timed]:
     """Make calls of a pool on a channels-last example, as it is and contiguous."""
-    x = torch.empty(source.sizes, dtype=getattr(torch, source.dtype), device=device).uniform_(-1, 1)
-    x = x.to(memory_format=torch.channels_last)
+    x = example(source.sizes, getattr(torch, source.dtype), device, torch.channels_last)
     run: Any = pool.target
     return [partial(run, x, *pool.args[1:], **pool.kwargs), partial(_contiguous, run, x, *pool.args[1:], **pool.kwargs)]
 

@@ -93,6 +93,7 @@ def test_what_was_computed_is_written_where_a_mask_is_true_on_a_gpu(fuse: Any) -
         means[x > 0] = x.mean()
         given[given < -1] = value
         columns[:, x[:, 0] > 0] = value[None]
+        columns.t()[x[:, 1] > 0] = x[0]
         return means, given.sum(1), columns
 
     x, value = torch.randn(4, 5, device="cuda"), torch.ones((), device="cuda")
@@ -138,9 +139,9 @@ def test_a_gradient_of_what_is_written_where_a_mask_is_true_is_refused_on_a_gpu(
 def test_many_values_written_where_a_mask_is_true_are_refused_on_a_gpu_with_what_to_write() -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         y = x.clone()
-        y[x[:, 0] > 0] = x[0]
+        y[x[:, 0] > 0] = x * 2
         return y
 
     with pytest.raises(CaptureError, match="writes where a mask is true") as caught:
-        Nimble(model, QUICK).prepare(torch.randn(4, 4, device="cuda"))
+        Nimble(model, QUICK).prepare(torch.ones(4, 4, device="cuda"))
     assert "torch.where" in caught.value.fix

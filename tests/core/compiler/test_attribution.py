@@ -114,6 +114,14 @@ def test_any_program(program: Program) -> None:
             ],
             [(), (0,), (0, 1), (2,), (2, 3)],
         ),
+        # A product is named after all that led to it, another product among it.
+        (
+            [MM, RELU, MM],
+            [("aten.mm.out", (0,), 0, 1), (RELU, (0, 1), 1, 2), (MM, (0, 1, 2), 2, 3)],
+            [(0,), (0, 1), (2,)],
+        ),
+        # A pattern that keeps one name of two: what is left goes with its reader, in all kernels that do it.
+        ([RELU] * 3, [(RELU, (1,), 0, 5), (RELU, (1,), 5, 2), (RELU, (2,), 2, 3)], [(0, 1), (0, 1), (2,)]),
     ],
 )
 def test_who_does_a_call(eager: list[str], kernels: list[Kernel], claims: list[tuple[int, ...]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -42,42 +43,45 @@ class Padded(nn.Module):
         return self.layer(x)[:, self.mask], padded * torch.arange(ends[0], ends[-1], device=x.device).sum()
 
 
-CHANGES = [
-    ("number", lambda model: model.number.add_(1)),
-    ("mask", lambda model: model.mask.logical_not_()),
-    ("a tensor without a name", lambda model: model.kept.add_(1)),
-]
+CHANGES = pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("number", lambda model: model.number.add_(1)),
+        ("mask", lambda model: model.mask.logical_not_()),
+        ("a tensor without a name", lambda model: model.kept.add_(1)),
+    ],
+    ids=["number", "mask", "attribute"],
+)
 
 
-def holds_what_it_read(device: str, fuse: str, training: bool) -> None:
+def holds_what_it_read(device: str, fuse: Any, training: bool, name: str, change: Callable[[Padded], object]) -> None:
     torch.manual_seed(0)
     model = Padded().to(device)
     x = torch.randn(3, 4, device=device)
-    net = Nimble(model, Options(fuse=fuse, tune="off", strict=True))  # type: ignore[arg-type]
-    for name, change in CHANGES:
-        net.prepare(x, training=training)
-        y = torch.randn(3, 4, device=device)
-        with torch.set_grad_enabled(training):
-            for found, expected in zip(net(y), model(y), strict=True):
-                torch.testing.assert_close(found, expected)
-            change(model)
-            for _ in range(2):
-                with pytest.raises(InputError, match=f"the model reads {name} on the host") as caught:
-                    net(y)
-        assert "prepare" in caught.value.fix
-        net.close()
+    net = Nimble(model, Options(fuse=fuse, tune="off", strict=True)).prepare(x, training=training)
+    y = torch.randn(3, 4, device=device)
+    with torch.set_grad_enabled(training):
+        for found, expected in zip(net(y), model(y), strict=True):
+            torch.testing.assert_close(found, expected)
+        change(model)
+        for _ in range(2):
+            with pytest.raises(InputError, match=f"the model reads {name} on the host") as caught:
+                net(y)
+    assert "prepare" in caught.value.fix
 
 
+@CHANGES
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("fuse", ["none", "library"])
-def test_what_is_read_of_the_models_own_tensors_is_held(fuse: str, training: bool) -> None:
-    holds_what_it_read("cpu", fuse, training)
+def test_what_is_read_of_the_models_own_tensors_is_held(fuse: str, training: bool, name: str, change: Any) -> None:
+    holds_what_it_read("cpu", fuse, training, name, change)
 
 
+@CHANGES
 @pytest.mark.gpu
 @pytest.mark.parametrize("fuse", ["none", "library", "inductor"])
-def test_what_is_read_on_a_gpu_is_computed_outside_of_the_capture(fuse: str) -> None:
-    holds_what_it_read("cuda", fuse, False)
+def test_what_is_read_on_a_gpu_is_computed_outside_of_the_capture(fuse: str, name: str, change: Any) -> None:
+    holds_what_it_read("cuda", fuse, False, name, change)
 
 
 def test_another_value_that_gives_the_same_number_is_no_change() -> None:

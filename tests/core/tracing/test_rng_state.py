@@ -322,10 +322,10 @@ def test_a_model_that_draws_from_the_interpreters_generators_is_warned_of(
 @pytest.mark.gpu
 @pytest.mark.parametrize("idle", [False, True])
 def test_what_a_model_draws_on_a_gpu_is_put_back(idle: bool) -> None:
-    x = torch.ones(3, 4, device="cuda")
+    x, model = torch.ones(3, 4, device="cuda"), nn.Sequential(nn.Linear(4, 4), nn.Dropout()).cuda()
     with beside(lambda: None) if idle else nullcontext():
         before, host = torch.cuda.get_rng_state(), torch.get_rng_state()
-        Nimble(nn.Sequential(nn.Linear(4, 4), nn.Dropout()).cuda(), QUICK).prepare(x, training=True)
+        Nimble(model, QUICK).prepare(x, training=True)
         assert torch.equal(before, torch.cuda.get_rng_state())
         assert torch.equal(host, torch.get_rng_state())
 
