@@ -16,7 +16,7 @@ from nimble_core.runtime.cuda.graph_nodes import CaptureProbe
 from nimble_core.runtime.cuda.streams import fork, join, own_streams
 from nimble_core.torch_compat.cuda import clear_cublas_workspaces, end_allocate_to_pool
 from nimble_core.tracing.rng_state import TORCH, random_state_kept
-from nimble_core.utils.errors import CaptureError, DeviceError
+from nimble_core.utils.errors import CaptureError, DeviceError, NimbleError
 from nimble_core.utils.gc_pause import collector_paused
 from nimble_core.utils.locks import capturing
 
@@ -96,6 +96,8 @@ def errors_explained() -> Iterator[None]:
     """Raise DeviceError where memory ran out, and CaptureError where CUDA refused a capture."""
     try:
         yield
+    except NimbleError:  # says more already; some are RuntimeErrors
+        raise
     except torch.OutOfMemoryError as error:
         raise DeviceError(
             "CUDA out of memory: " + str(error).splitlines()[0],
