@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 
@@ -51,7 +51,20 @@ def lent(
             storage = storage_at(one.data_ptr(), one.device, spans[at][1])
             found[at] = torch.empty(0, dtype=one.dtype, device=one.device)
             found[at].set_(storage, 0, one.shape, one.stride())
-    return found, Lender(memory, tuple(sorted(spans[at] for at in kept)))
+    return found, Lender(memory, tuple(_joined(spans[at] for at in kept)))
+
+
+def _joined(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Join parts ``(offset, nbytes)`` of memory that overlap: a kept tensor may be a window of another."""
+    start = end = 0
+    for offset, nbytes in sorted(spans):
+        if offset >= end:
+            if end > start:
+                yield start, end - start
+            start = offset
+        end = max(end, offset + nbytes)
+    if end > start:
+        yield start, end - start
 
 
 def leading(backward: Recording, count: int) -> frozenset[int]:

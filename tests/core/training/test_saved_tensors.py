@@ -163,7 +163,7 @@ def test_what_the_backward_may_use_up_has_storages_of_its_own() -> None:
     found = dict(zip(named, saved, strict=False))
     own = {name for name, one in found.items() if one is not named[name]}
     assert own == {"floats", "across", "mask", "between"}
-    assert lender.kept == ((3072, 80), (3584, 256), (3712, 128))
+    assert lender.kept == ((3072, 80), (3584, 256)), "parts that overlap are one"
     assert saved[-1] is elsewhere
     memory.random_(255)
     for name, one in named.items():
@@ -184,9 +184,7 @@ def test_what_the_backward_may_use_up_has_storages_of_its_own() -> None:
     recorded = record_static(HostDevice(), Reads(), Signature(args, {}), strict=True, step=Stopwatch())
     uses_up = lender.to(recorded.recording)
     assert sorted(offset for _, offset in uses_up.homes) == [1024, 2048, 2560]
-    assert uses_up.kept == ((3072, 80), (3584, 256), (3712, 128), (4100, 32)), (
-        "what does not begin where blocks do stays"
-    )
+    assert uses_up.kept == ((3072, 80), (3584, 256), (4100, 32)), "what does not begin where blocks do stays"
     assert uses_up.nbytes == 8192
 
 
@@ -199,7 +197,7 @@ def test_what_is_shown_to_the_caller_is_not_used_up() -> None:
     assert lender is not None
     assert saved[0] is named["floats"]
     assert len(saved) == len(named)
-    assert lender.kept == ((512, 32), (1024, 128), (1056, 96), (3072, 80), (3584, 256), (3712, 128))
+    assert lender.kept == ((512, 32), (1024, 128), (3072, 80), (3584, 256))
 
 
 class Looks(torch.autograd.Function):
