@@ -23,8 +23,8 @@ class Folded:
     """Constants of an engine that depend on parameters and buffers.
 
     Args:
-        compute: every constant anew from the live parameters, in the order of ``constants``. Draws no random numbers
-            and writes nothing. A ``torch.fx.GraphModule`` whose only outputs they are will do.
+        compute: every constant anew from the live parameters, in the order of ``constants``; or from what a function
+            gives in the place of each, its only argument. Draws no random numbers and writes nothing.
         constants: tensors that the engine reads; their memory stays where it is. No two share memory.
         sources: name and tensor of every parameter and buffer that ``compute`` reads, or an alias of it. One that is no
             tensor of the model's must share its version counter (``detach()`` in plain code, not ``.data``). The
@@ -32,7 +32,7 @@ class Folded:
         held: reads on the host, which have to go on finding what they found. Their sources are among ``sources``.
     """
 
-    compute: Callable[[], Sequence[torch.Tensor]]
+    compute: Callable[..., Sequence[torch.Tensor]]
     constants: tuple[torch.Tensor, ...]
     sources: tuple[tuple[str, torch.Tensor], ...]
     held: tuple[Held, ...] = ()

@@ -213,7 +213,8 @@ class Issuer:
             self.tensors[slot] = tensor
         for slot, ref, tensor in zip(recording.inputs, recording.program.inputs, inputs, strict=True):
             self.tensors[slot] = widened(tensor, ref.sizes)
-        self._calls: list[Step] = [step for step in recording.steps if step.call is not None]
+        self.steps: list[Step] = [step for step in recording.steps if step.call is not None]
+        """The step of each call."""
         self._maker = {
             slot: step for step in recording.steps if step.call is None for slot in step.outputs if slot >= 0
         }
@@ -223,13 +224,13 @@ class Issuer:
 
     def issue(self, call: int) -> None:
         """Run one call, after the host steps that it needs."""
-        step = self._calls[call]
+        step = self.steps[call]
         self._ready(step)
         self._run(step)
 
     def skip(self, call: int) -> None:
         """Put zeros in place of what one call would make or write; what exists outside of the program stays."""
-        step, recording = self._calls[call], self.recording
+        step, recording = self.steps[call], self.recording
         refs, written = recording.refs, recording.program.calls[call].writes
         self._ready(step)
         outside = {recording.storage_of[slot] for slot in (*recording.given, *recording.inputs)}

@@ -25,7 +25,7 @@ from nimble_core.tracing.rng_state import random_state_kept
 from nimble_core.utils.errors import InputError, NimbleError
 from nimble_core.utils.units import format_bytes
 
-__all__ = ["MEMORY_LIMIT", "Reference", "reference_outputs"]
+__all__ = ["MEMORY_LIMIT", "Reference", "in_float64", "reference_outputs"]
 
 MEMORY_LIMIT = 8 << 30
 """Most bytes that parameters, buffers and inputs may take in float64."""
@@ -96,6 +96,16 @@ def reference_outputs(
     except Exception as error:  # whatever the user's model raises when its numbers are of another type
         lines = str(error).strip().splitlines()
         return Reference(None, f"{type(error).__name__}: {lines[0][:200] if lines else ''}".rstrip(": "))
+
+
+def in_float64(own: Iterable[torch.Tensor], limit_bytes: int = MEMORY_LIMIT) -> TorchDispatchMode:
+    """Return a mode under which every operator computes in float64, whatever it was given and asked for.
+
+    Args:
+        own: tensors that calls inside may write, in float64 already; of others each call gets a copy.
+        limit_bytes: most bytes that those copies may take.
+    """
+    return _InFloat64(own, limit_bytes)
 
 
 def _too_large(needed: int, limit_bytes: int) -> str:

@@ -7,7 +7,8 @@ to this cut.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -64,12 +65,25 @@ def split_constants(module: fx.GraphModule, names: dict[str, str]) -> Folded | N
     module.graph.lint()
     module.recompile()
 
-    def recompute() -> list[torch.Tensor]:
+    def recompute(stand_in: Callable[[torch.Tensor], torch.Tensor] | None = None) -> list[torch.Tensor]:
         with torch.no_grad():
-            return list(compute())
+            return list(compute() if stand_in is None else _WithStandIns(compute, stand_in).run())
 
     constants = tuple(value for _, value in kept)
     return Folded(recompute, constants, tuple((names.get(one, one), getattr(module, one)) for one in sources))
+
+
+class _WithStandIns(fx.Interpreter):
+    """Runs a graph with other tensors in place of its attributes."""
+
+    def __init__(self, module: fx.GraphModule, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(module)
+        self._stand_in = stand_in
+
+    def fetch_attr(self, target: str) -> Any:
+        """Return the stand-in of an attribute."""
+        found = super().fetch_attr(target)
+        return self._stand_in(found) if isinstance(found, torch.Tensor) else found
 
 
 def _cut(module: fx.GraphModule, roots: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[str]]:

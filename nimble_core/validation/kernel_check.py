@@ -1,0 +1,319 @@
+"""Does each kernel do what the eager calls do that it stands for? Shown one by one, on values that exercise them.
+
+Three runs go side by side: the kernels, eager's calls, and eager's calls in float64. Whenever a kernel has written what
+an eager call writes, the three are compared, with the bounds that eager's own error against float64 sets. Then they go
+on from the same fresh numbers, so that each comparison is about the kernels since the last one, and no error, rounding
+included, reaches the next. What a kernel writes need not be any eager call's (a convolution whose bias comes later): it
+is shown by the kernels that read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from math import isfinite
+
+import torch
+
+from nimble_core.ir.call_graph import predecessors
+from nimble_core.ir.program import Call, TensorRef
+from nimble_core.tracing.operator_traits import storage_address
+from nimble_core.tracing.recorded import Recorded, state_kept
+from nimble_core.tracing.recording import Issuer, Recording, issuing
+from nimble_core.tracing.strides import restrided
+from nimble_core.utils.errors import NimbleError, first_line
+from nimble_core.validation.bounds import BOUNDS, allowed_error, lowest_precision, working_precision
+from nimble_core.validation.distances import gaps
+from nimble_core.validation.exercise import Copies, StandIns, fresh_like
+from nimble_core.validation.float64_reference import in_float64
+
+__all__ = ["KernelCheck", "check_kernels"]
+
+_TELLING = 10.0
+"""How many times its bound a result has to vary for a comparison to show anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCheck:
+    """What was shown of the kernels of a program.
+
+    Args:
+        calls: how many there are.
+        shown: how many were shown to be right.
+        wrong: the first that is not, in words; empty if none is.
+        unshown: the first of which nothing could be shown, in words; empty if all are.
+    """
+
+    calls: int
+    shown: int
+    wrong: str = ""
+    unshown: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether every kernel was shown to be right."""
+        return not self.wrong and not self.unshown
+
+
+def check_kernels(variant: Recorded, inputs: Sequence[torch.Tensor], *, seed: int = 1) -> KernelCheck:
+    """Hold each call of a rewritten program against the eager calls that it stands for.
+
+    The model, its state and random numbers are left as they were.
+
+    Args:
+        variant: the rewritten program; ``variant.eager`` is the model's own.
+        inputs: for the model; not written.
+        seed: of the numbers that exercise the kernels.
+    """
+    assert variant.eager is not None
+    calls = len(variant.recording.program.calls)
+    if variant.recording.draws or variant.recording.generators:
+        return KernelCheck(calls, 0, unshown="it draws random numbers, which a run beside it would move")
+    try:
+        with state_kept(variant), state_kept(variant.eager), issuing(variant.signature.device.type):
+            return _Walk(variant, variant.eager, inputs, StandIns(seed)).checked()
+    except NimbleError as error:
+        return KernelCheck(calls, 0, unshown=error.what)
+    except RuntimeError as error:  # of operators, on numbers in float64 that the model never computes with
+        return KernelCheck(calls, 0, unshown=f"{type(error).__name__}: {first_line(error)}")
+
+
+class _Run:
+    """One of the three runs: a recording on values of its own."""
+
+    def __init__(
+        self, recording: Recording, given: dict[int, torch.Tensor], inputs: Sequence[torch.Tensor], *, wide: bool
+    ) -> None:
+        copy = Copies(torch.float64 if wide else None)
+        given = {slot: copy(one) for slot, one in given.items()}
+        inputs = [copy(one) for one in inputs]
+        self.issuer = Issuer(replace(recording, given=given), inputs)
+        self._around = in_float64([*given.values(), *inputs]) if wide else nullcontext()
+
+    def issue(self, call: int) -> None:
+        with self._around:
+            self.issuer.issue(call)
+
+    def written(self, call: int) -> Iterator[tuple[TensorRef, torch.Tensor]]:
+        """Yield the windows that a call writes, as they are now."""
+        recording = self.issuer.recording
+        step = self.issuer.steps[call]
+        refs = recording.program.calls[call].writes
+        for ref in refs:
+            slots = (slot for slot in (*step.outputs, *step.reads) if slot >= 0 and recording.refs[slot] == ref)
+            tensor = next((one for slot in slots if (one := self.issuer.tensors[slot]) is not None), None)
+            if tensor is not None:
+                yield ref, tensor
+
+
+@dataclass(slots=True)
+class _Pair:
+    """A result of a kernel, and what eager's call makes of the same."""
+
+    mine: torch.Tensor
+    theirs: torch.Tensor
+    truth: torch.Tensor
+    ref: TensorRef
+    eager: TensorRef
+    telling: bool
+
+
+class _Walk:
+    """Goes through the kernels in order, with eager's calls beside them."""
+
+    def __init__(self, variant: Recorded, eager: Recorded, inputs: Sequence[torch.Tensor], stand_ins: StandIns) -> None:
+        folded: dict[int, torch.Tensor] = {}
+        if variant.folded is not None and variant.folded.constants:
+            made = variant.folded.compute(stand_ins.of)
+            pairs = zip(variant.folded.constants, made, strict=True)
+            folded = {storage_address(was): restrided(now, was.stride()) for was, now in pairs}
+        given = stand_ins.given(eager.recording, {})
+        self._mine = _Run(variant.recording, stand_ins.given(variant.recording, folded), inputs, wide=False)
+        self._theirs = _Run(eager.recording, given, inputs, wide=False)
+        self._truth: _Run | None = _Run(eager.recording, given, inputs, wide=True)
+        self._stand_ins = stand_ins
+        self._kernels = variant.recording.program.calls
+        self._calls = eager.recording.program.calls
+        self._needed = predecessors(eager.graph)
+        self._lowest = lowest_precision(eager.recording.program)
+        self._owners = _owners(self._kernels)
+        self._done: set[int] = set()
+        self._shown: set[int] = set()
+        self._dull: set[int] = set()
+
+    def checked(self) -> KernelCheck:
+        """Go through all of them."""
+        for call in self._kernels:
+            self._mine.issue(call.index)
+            self._compare(call)
+        for index in range(len(self._calls)):
+            self._catch_up(index)
+        return self._summed_up()
+
+    # -- one kernel --
+
+    def _compare(self, call: Call) -> None:
+        written = dict(self._mine.written(call.index))
+        found: dict[TensorRef, list[_Pair]] = {ref: [] for ref in written}
+        results = self._results_of(call)
+        for index in call.eager:
+            self._catch_up(index)
+            for result in self._eager_results(index):
+                for ref, mine in written.items():
+                    pair = self._pair(ref, mine, result)
+                    if pair is not None:
+                        found[ref].append(pair)
+                        results.discard(index)
+            if not results and all(found.values()):
+                break
+        else:
+            return
+        (self._shown if any(one.telling for pairs in found.values() for one in pairs) else self._dull).add(call.index)
+        for pairs in found.values():
+            if len(pairs) == 1 and pairs[0].telling and self._read_alike(call, pairs[0]):
+                self._refresh(pairs[0])
+
+    def _results_of(self, call: Call) -> set[int]:
+        """Return the eager calls that this kernel finishes: no later one has a part in them, and it uses them no more.
+
+        One that leaves out the last of its calls writes what an eager call writes as well.
+        """
+        found, read = set[int](), set[int]()
+        for index in reversed(call.eager):
+            eager = self._calls[index]
+            if self._owners[index][-1] == call.index and not any(ref.storage in read for ref in eager.writes):
+                found.add(index)
+            read |= {ref.storage for ref in eager.reads}
+        return found
+
+    def _catch_up(self, index: int) -> None:
+        """Issue an eager call, after those that it needs."""
+        pending = [index]
+        while pending:
+            one = pending[-1]
+            missing = [need for need in self._needed[one] if need not in self._done] if one not in self._done else []
+            if missing:
+                pending += missing
+                continue
+            pending.pop()
+            if one not in self._done:
+                self._done.add(one)
+                self._theirs.issue(one)
+                self._issue_in_float64(one)
+
+    def _issue_in_float64(self, index: int) -> None:
+        if self._truth is not None:
+            try:
+                self._truth.issue(index)
+            except RuntimeError:  # an operator that does not know float64: from here on, eager alone decides
+                self._truth = None
+
+    def _eager_results(self, index: int) -> Iterator[tuple[TensorRef, torch.Tensor, torch.Tensor]]:
+        results = zip(self._theirs.written(index), (self._truth or self._theirs).written(index), strict=True)
+        return ((ref, theirs, truth) for (ref, theirs), (_, truth) in results)
+
+    def _pair(
+        self, ref: TensorRef, mine: torch.Tensor, result: tuple[TensorRef, torch.Tensor, torch.Tensor]
+    ) -> _Pair | None:
+        """Pair a kernel's result with an eager one; None if they are not the same."""
+        eager, theirs, truth = result
+        shaped = _as_shape(mine, theirs.shape)
+        if shaped is None or mine.is_floating_point() != theirs.is_floating_point():
+            return None
+        telling = self._right(shaped, theirs, truth)
+        return None if telling is None else _Pair(shaped, theirs, truth, ref, eager, telling)
+
+    def _right(self, mine: torch.Tensor, theirs: torch.Tensor, truth: torch.Tensor) -> bool | None:
+        """Whether a result is right, and varies enough to show it; None if it is not."""
+        if not mine.is_floating_point():
+            return bool(mine.numel() > 1 and (mine != mine.flatten()[0]).any()) if torch.equal(mine, theirs) else None
+        (error,), (own,), (size,) = gaps([mine], [truth]), gaps([theirs], [truth]), gaps([truth])
+        if not (isfinite(error.norm) and isfinite(own.norm)):
+            return False if torch.equal(mine.nan_to_num(), theirs.nan_to_num()) else None
+        bounds = BOUNDS[working_precision([theirs], self._lowest)]
+        least = bounds.floor if self._truth is not None else bounds.tolerance
+        allowed = max(allowed_error(own.norm / (size.norm or 1.0), mine.numel()), least) * (size.norm or 1.0)
+        if error.norm > allowed:
+            return None
+        (spread,) = gaps([truth - truth.mean()])
+        return spread.norm > _TELLING * allowed or mine.numel() == 1
+
+    # -- going on from fresh numbers --
+
+    def _read_alike(self, call: Call, pair: _Pair) -> bool:
+        """Whether all that kernels have yet to make of this result, eager makes later as well, and they of itself.
+
+        A kernel may compute it once more from what it was made of.
+        """
+        for reader in self._calls:
+            if not any(ref.storage == pair.eager.storage for ref in reader.reads):
+                continue
+            owners = [self._kernels[at] for at in self._owners.get(reader.index, ()) if at > call.index]
+            alike = [any(ref.storage == pair.ref.storage for ref in one.reads) for one in owners]
+            if bool(owners) == (reader.index in self._done) or not all(alike):
+                return False
+        return True
+
+    def _refresh(self, pair: _Pair) -> None:
+        if not pair.theirs.is_floating_point() or pair.theirs.dtype.itemsize == 1:
+            return
+        fresh = fresh_like(pair.theirs, self._stand_ins.generator(pair.theirs.device))
+        if fresh is not None:
+            for one in (pair.mine, pair.theirs, pair.truth):
+                one.copy_(fresh)
+
+    # -- all of them --
+
+    def _summed_up(self) -> KernelCheck:
+        recording, shown = self._mine.issuer.recording, set(self._shown)
+        beside = (self._mine, self._theirs, self._truth or self._theirs)
+        runs = zip(*(one.issuer.outputs() for one in beside), strict=True)
+        rights = [self._right(*three) if three[0].shape == three[1].shape else None for three in runs]
+        outputs = zip(recording.outputs, rights, strict=True)
+        handed_out = {recording.storage_of[slot] for slot, right in outputs if right}
+        readers: dict[int, set[int]] = {}
+        for call in self._kernels:
+            for ref in call.reads:
+                readers.setdefault(ref.storage, set()).add(call.index)
+        for call in reversed(self._kernels):
+            made = {ref.storage for ref in call.writes}
+            after = {at for storage in made for at in readers.get(storage, ()) if at > call.index}
+            if (after and after <= shown) or made & handed_out:
+                shown.add(call.index)
+        missing = [call for call in self._kernels if call.index not in shown]
+        # A change of layout stands for no eager call: nothing is compared until it is read.
+        suspects = [call for call in missing if call.eager and call.index not in self._dull] or missing
+        wrong = None in rights
+        return KernelCheck(
+            len(self._kernels),
+            len(shown),
+            wrong=(_described(suspects[0]) if suspects else "what makes an output") if wrong else "",
+            unshown=_described(missing[0]) if missing and not wrong else "",
+        )
+
+
+def _owners(calls: Sequence[Call]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for call in calls:
+        for index in call.eager:
+            found.setdefault(index, []).append(call.index)
+    return found
+
+
+def _as_shape(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
+    """Return a view in another shape with the same elements in the same order; None if there is none."""
+    if tuple(tensor.shape) == tuple(shape):
+        return tensor
+    if tensor.numel() != torch.Size(shape).numel():
+        return None
+    try:
+        return tensor.view(*shape)
+    except RuntimeError:
+        return None
+
+
+def _described(call: Call) -> str:
+    origin = next((one for one in call.origins if one.file), None)
+    where = f" in {origin.module or 'the model'} at {origin.file}:{origin.line}" if origin else ""
+    return f"{call.label}{where}"

@@ -1,0 +1,154 @@
+"""Kernels, held one by one against the eager calls they stand for: right ones pass, planted faults are found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nimble_core.autotune.capture_pipeline import device_for
+from nimble_core.compiler.pipeline import fuse
+from nimble_core.tracing.recorded import Recorded, Stopwatch, check_inputs, record_static
+from nimble_core.validation.exercise import Copies, StandIns, fresh_like
+from nimble_core.validation.kernel_check import check_kernels
+from tests.support.fused_models import MODELS, made
+
+
+class AlwaysTheSame(nn.Module):
+    """Zero-initialised scale and head: whatever goes in, and whatever kernels do, the outputs are the head's bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Conv2d(8, 8, 3),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+        )
+        self.head = nn.Linear(8, 5)
+        with torch.no_grad():
+            self.body[4].weight.zero_()  # type: ignore[operator]  # a parameter
+            self.head.weight.zero_()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x).mean((2, 3)))
+
+
+def rewritten(model: Any, x: torch.Tensor, kind: Any) -> Recorded:
+    signature = check_inputs(model, (x,), {})
+    device = device_for(signature.device)
+    recorded = record_static(device, model, signature, strict=True, step=Stopwatch())
+    return fuse(device, recorded, kind, measure=False, step=Stopwatch())
+
+
+def model_and_input(name: str, device: str) -> tuple[Any, torch.Tensor]:
+    if name != "always the same":
+        model, draw = made(name, device)
+        return model, draw()
+    torch.manual_seed(0)
+    return AlwaysTheSame().eval().to(device), torch.randn(2, 3, 8, 8).to(device)
+
+
+KINDS = pytest.mark.parametrize("kind", ["library", pytest.param("inductor", marks=pytest.mark.compiler)])
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+def off_by_one_row(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an operator, or a launch, whose results are each a row too far."""
+
+    def moved(*args: Any, **kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        made = [result] if isinstance(result, torch.Tensor) else [one for one in result or () if torch.is_tensor(one)]
+        made = made or [kwargs["out"]] if "out" in kwargs else made
+        for one in made or [next(arg for arg in reversed(args) if torch.is_tensor(arg))]:
+            if one.is_floating_point() and one.numel() > 1:
+                one.copy_(one.roll(1, 0 if one.shape[0] > 1 else -1).clone())
+        return result
+
+    return moved
+
+
+def with_a_fault_at(variant: Recorded, place: int) -> Recorded:
+    steps = list(variant.recording.steps)
+    steps[place] = replace(steps[place], func=off_by_one_row(steps[place].func))
+    return replace(variant, recording=replace(variant.recording, steps=tuple(steps)))
+
+
+@KINDS
+@DEVICES
+@pytest.mark.parametrize("name", [*MODELS, "always the same"])
+def test_kernels_are_shown_right_and_each_planted_fault_is_found(name: str, device: str, kind: str) -> None:
+    model, x = model_and_input(name, device)
+    variant = rewritten(model, x, kind)
+    found = check_kernels(variant, [x])
+    assert (found.wrong, found.unshown) == ("", "")
+    assert found.passed
+    assert found.shown == found.calls == len(variant.recording.program.calls)
+    for place, step in enumerate(variant.recording.steps):
+        if step.call is not None:
+            assert check_kernels(with_a_fault_at(variant, place), [x]).wrong, variant.recording.program.calls[step.call]
+
+
+@KINDS
+def test_constants_folded_from_other_weights_are_found(kind: str) -> None:
+    model, x = model_and_input("always the same", "cpu")
+    variant = rewritten(model, x, kind)
+    assert variant.folded is not None
+    stale = [one.clone() for one in variant.folded.constants]
+    found = check_kernels(replace(variant, folded=replace(variant.folded, compute=lambda stand_in: stale)), [x])
+    assert "convolution" in found.wrong
+    assert ".py:" in found.wrong, "with the line of the model"
+
+
+def test_the_model_its_input_and_random_numbers_stay_as_they_are() -> None:
+    model, x = model_and_input("tower", "cpu")
+    variant = rewritten(model, x, "library")
+    before = [one.clone() for one in (*model.state_dict().values(), x, torch.get_rng_state())]
+    check_kernels(variant, [x])
+    for one, was in zip((*model.state_dict().values(), x, torch.get_rng_state()), before, strict=True):
+        assert torch.equal(one, was)
+
+
+def test_of_random_numbers_nothing_is_shown() -> None:
+    variant = rewritten(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).train(), torch.randn(3, 4), "library")
+    found = check_kernels(variant, [torch.randn(3, 4)])
+    assert not found.passed
+    assert "random" in found.unshown
+
+
+def test_views_of_one_weight_have_views_of_one_stand_in() -> None:
+    weight, stand_ins = torch.zeros(6, 4), StandIns(0)
+    whole, part = stand_ins.of(weight), stand_ins.of(weight[2:].t())
+    assert torch.equal(whole[2:].t(), part)
+    assert bool((whole != 0).all())
+    assert not weight.any()
+    mask = torch.full((3,), float("-inf"))
+    assert torch.equal(stand_ins.of(mask), mask)
+    copy = Copies(torch.float64)
+    one, other = copy(weight), copy(weight[2:])
+    one.add_(1)
+    assert other.dtype == torch.float64
+    assert bool((other == 1).all())
+
+
+@pytest.mark.parametrize(
+    ("values", "fits"),
+    [
+        ([0.2, 0.9], lambda one: bool(((one > 0) & (one < 1)).all())),
+        ([0.0, 7.0], lambda one: bool((one >= 0).all())),
+        ([-7.0, 0.0], lambda one: bool((one <= 0).all())),
+        ([-1.0, 1.0], lambda one: bool((one < 0).any() and (one > 0).any())),
+    ],
+)
+def test_fresh_numbers_are_of_the_same_kind(values: Sequence[float], fits: Callable[[torch.Tensor], bool]) -> None:
+    fresh = fresh_like(torch.tensor(values).repeat(50), torch.Generator().manual_seed(0))
+    assert fresh is not None
+    assert fits(fresh)
+    assert fresh.std() > 0.1
+    assert fresh_like(torch.tensor([1.0, float("inf")]), torch.Generator()) is None
