@@ -1,8 +1,8 @@
-"""Write docs/troubleshooting.md: the message of each common mistake, got by making it.
+"""Write docs/troubleshooting.md: common mistakes, each with the message that it raises when run here.
 
     python docs/troubleshooting.py > docs/troubleshooting.md
 
-Each mistake is run, and its message kept; what to write instead is run as well, and has to work.
+The corrected code runs as well, and has to work without a message.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Mistake:
         title: a heading, or empty where the section has one mistake.
         wrong: code; a class or function named ``Model`` or ``f`` in it is prepared for ``x``.
         right: code to write instead.
-        words: why, and what else there is to know.
+        words: why, and other advice.
     """
 
     title: str
@@ -58,7 +58,7 @@ def _forward(*lines: str, init: str = "", head: str = "self, x") -> str:
 
 SECTIONS: dict[str, tuple[str, tuple[Mistake, ...]]] = {
     "Inputs": (
-        "Inputs are given as in a call of the model: `net.prepare(x, mask=m)`, `compare(model, x, kwargs={...})`.",
+        "Pass inputs as in a call of the model: `net.prepare(x, mask=m)`, `compare(model, x, kwargs={...})`.",
         (
             Mistake("A list or tuple around the inputs", "Nimble(model).prepare([x])", "Nimble(model).prepare(x)"),
             Mistake(
@@ -70,7 +70,7 @@ SECTIONS: dict[str, tuple[str, tuple[Mistake, ...]]] = {
                 "A dict of inputs",
                 'batch = {"input": x}\nNimble(model).prepare(batch)',
                 'batch = {"input": x}\nNimble(model).prepare(**batch)\nnimble_viz.compare(model, kwargs=batch)',
-                "A tokenizer's result is such a dict.",
+                "A tokenizer returns such a dict.",
             ),
             Mistake("No inputs", "Nimble(model).prepare()", "Nimble(model).prepare(x)"),
             Mistake(
@@ -79,7 +79,7 @@ SECTIONS: dict[str, tuple[str, tuple[Mistake, ...]]] = {
                 "net = Nimble(model).prepare(x)\nnet(x)",
             ),
             Mistake(
-                "Another shape than was prepared",
+                "A shape that was not prepared",
                 "net = Nimble(model).prepare(x)\nnet(x[:1])",
                 "net = Nimble(model).prepare(x)\nnet.prepare(x[:1])  # both shapes are prepared now\nnet(x[:1])",
                 '`Options(on_new_shape="prepare")` prepares at the first call with a new shape, `"eager"` runs the '
@@ -107,19 +107,19 @@ SECTIONS: dict[str, tuple[str, tuple[Mistake, ...]]] = {
         ),
     ),
     "Values read with .item()": (
-        "A replay does not run Python again: a number that Python took from a tensor would stay that of the first run.",
+        "A replay does not run Python: a number that Python read from a tensor would stay that of the recording.",
         (
             Mistake(
                 "",
                 _forward("scale = x.abs().max().item()", "return x / scale"),
                 _forward("scale = x.abs().max()", "return x / scale"),
                 "The same goes for `float(tensor)`, `int(tensor)` and a tensor as an index or a size. Torch computes "
-                "with tensors of no dimensions as with numbers. A setting belongs in `__init__`.",
+                "with 0-dim tensors as with numbers. Compute settings in `__init__`.",
             ),
         ),
     ),
     "Branch on a tensor": (
-        "Python takes a branch once, when the model is recorded.",
+        "Python chooses a branch once, when the model is recorded.",
         (
             Mistake(
                 "",
@@ -131,7 +131,7 @@ SECTIONS: dict[str, tuple[str, tuple[Mistake, ...]]] = {
         ),
     ),
     "Lists and numpy": (
-        "What leaves torch comes back as numbers of the first run.",
+        "Values that leave torch come back as constants of the recording.",
         (
             Mistake(
                 "",
@@ -144,7 +144,7 @@ SECTIONS: dict[str, tuple[str, tuple[Mistake, ...]]] = {
         ),
     ),
     "Data-dependent shape": (
-        "Memory and kernels of a replay have the shapes of the recording.",
+        "A replay has the shapes of the recording.",
         (
             Mistake(
                 "A boolean index",
@@ -155,7 +155,7 @@ SECTIONS: dict[str, tuple[str, tuple[Mistake, ...]]] = {
                 "Positions of elements",
                 _forward("rows = (x > 0).nonzero()[:, 0]", "return x[rows]"),
                 _forward("rows = torch.nonzero_static(x > 0, size=4)[:, 0]", "return x[rows]"),
-                "`torch.nonzero_static` fills up with -1 or what `fill_value` says.",
+                "`torch.nonzero_static` pads with -1, or with `fill_value`.",
             ),
             Mistake(
                 "A repeat for each element",
@@ -170,13 +170,13 @@ SECTIONS: dict[str, tuple[str, tuple[Mistake, ...]]] = {
         (),
     ),
     "Attribute that changes": (
-        "A replay runs no Python: it neither counts nor remembers.",
+        "A replay runs no Python, so it does not update attributes.",
         (
             Mistake(
                 "A counter in Python",
                 _forward("self.n += 1", "return x * self.n", init="self.n = 0"),
                 _forward("self.n.add_(1)", "return x * self.n", init='self.register_buffer("n", torch.tensor(0))'),
-                "A change of a buffer in place is a call, and is replayed.",
+                "Writing a buffer in place is a call, and is replayed.",
             ),
             Mistake(
                 "A tensor that is replaced",
@@ -194,18 +194,18 @@ SECTIONS: dict[str, tuple[str, tuple[Mistake, ...]]] = {
         ),
     ),
     "Two runs that differ": (
-        "The model is recorded twice, on other values the second time. Where the calls differ, Python has decided.",
+        "The model is recorded twice, with different input values. If the calls differ, Python has made a decision.",
         (
             Mistake(
                 "Python's random numbers",
                 _forward("return x * random.random()"),
                 _forward("return x * torch.rand(())"),
-                "Random numbers of torch are drawn anew in each replay, as by dropout.",
+                "Each replay draws torch's random numbers anew, for dropout as well.",
             ),
         ),
     ),
     "Error in eager": (
-        "The model does not run on these inputs at all. Call it by itself, `model(x)`, until it does.",
+        "The model does not run on these inputs in eager. Call `model(x)` until it does.",
         (),
     ),
     "Other refusals": (
@@ -233,25 +233,26 @@ def page() -> str:
         "",
         "<!-- Written by docs/troubleshooting.py, which makes each mistake and keeps its message. -->",
         "",
-        "What common mistakes look like, and what to write instead. Everything that keeps a model from being prepared:",
+        "Common mistakes, their messages, and what to write instead. To list all problems of a model:",
         "",
         "```sh",
         "python -m nimble_viz diagnose model.py:factory   # as compare takes it",
         "```",
         "",
-        "In Python, `nimble_viz.diagnose(model, x)` returns the same. For",
+        "In Python, `nimble_viz.diagnose(model, x)` returns the same. For this model",
         "",
         *_block(_EXAMPLE),
         "",
-        "it says:",
+        "it prints:",
         "",
         *_block(_diagnosed(_EXAMPLE), "text"),
         "",
-        "Examples on this page begin with",
+        "All examples on this page begin with",
         "",
         *_block(SETUP.rstrip()),
         "",
-        "Where only a class is shown, `Nimble(Model().eval()).prepare(x)` follows. Random numbers are left out.",
+        "Where only a class is shown, `Nimble(Model().eval()).prepare(x)` follows. Messages show random numbers as an "
+        "ellipsis.",
     ]
     for section, (words, mistakes) in SECTIONS.items():
         parts += ["", f"## {section}", *(["", words] if words else [])]
@@ -282,7 +283,7 @@ def _shown(one: Mistake) -> list[str]:
         "",
         *_block(one.wrong),
         "",
-        "says",
+        "The message:",
         "",
         *_block(said, "text"),
         "",
@@ -298,7 +299,7 @@ def _block(code: str, language: str = "python") -> list[str]:
 
 
 def _names(code: str) -> dict[str, Any]:
-    """Names that ``code`` has made, which then stands in a file ``model.py``."""
+    """Run ``code`` as a file ``model.py``, and return its names."""
     names: dict[str, Any] = {"__name__": "model"}
     exec(SETUP, names)
     names["Nimble"] = lambda model, options=_OPTIONS: Nimble(model, options)
@@ -308,7 +309,7 @@ def _names(code: str) -> dict[str, Any]:
 
 
 def _message(code: str) -> str:
-    """Return the error or the warning that it gets; empty if there is none."""
+    """Return the error or warning that ``code`` raises; empty if there is none."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         random.seed(0)
