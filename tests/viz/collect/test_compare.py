@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from nimble_core.ir.observation import Observation
-from nimble_core.profiling.machine import others_running
 from nimble_core.runtime.fake import FakeDevice
 from nimble_core.scheduling.options import Options
 from nimble_core.scheduling.policies import nimble
@@ -167,37 +166,12 @@ def test_a_model_without_code_of_its_own_comes_from_the_line_that_compares(monke
     assert {file.rpartition("/")[2] for file in files} == {"test_compare.py"}
 
 
-def test_a_narrow_model_needs_one_stream() -> None:
-    report = on_fake(Deep(), torch.randn(2, 8))
-    assert [plan.policy for plan in report.schedules] == ["single"]
-    assert report.chosen == "single"
-    named = on_fake(Deep(), torch.randn(2, 8), options=NIMBLE)
-    assert named.schedule("nimble").streams == 1
-    assert named.schedule("nimble").counts.planned == 0
-
-
 def test_a_policy_of_the_users_own() -> None:
     def own(graph: Any, costs: Any) -> Any:
-        from dataclasses import replace
-
         return replace(nimble(graph, costs), policy="own")
 
-    report = compare(
-        Wide(), torch.randn(2, 16), options=Options(policy=own, budget_s=0.05), device=FakeDevice(), progress=Progress()
-    )
+    report = on_fake(Wide(), torch.randn(2, 16), options=Options(policy=own, budget_s=0.05))
     assert [plan.policy for plan in report.schedules] == ["single", "own"]
-    single = compare(
-        Wide(), torch.randn(2, 16), options=Options(policy="single"), device=FakeDevice(), progress=Progress()
-    )
-    assert [plan.policy for plan in single.schedules] == ["single"]
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_a_frozen_script_module_which_has_no_mode() -> None:
-    frozen = torch.jit.freeze(torch.jit.script(torch.nn.Linear(4, 4).eval()))
-    report = compare(frozen, torch.randn(2, 4), options=FAST, progress=Progress())
-    assert report.complete
-    assert all(check.passed for check in report.checks)
 
 
 # -- the model stays as it was -------------------------------------------------------------------------------------
@@ -314,11 +288,6 @@ def test_eager_is_measured_with_one_thread_too(monkeypatch: pytest.MonkeyPatch) 
         assert compare(model, torch.randn(2, 16), options=FAST).measurement(EAGER_ALONE) is None
     finally:
         torch.set_num_threads(usual)
-
-
-@pytest.mark.skipif(others_running() is None, reason="this system does not tell what runs")
-def test_what_else_runs_is_in_the_report() -> None:
-    assert compare(Wide(), torch.randn(2, 16), options=FAST).environment.others >= 0
 
 
 # -- interruptions -------------------------------------------------------------------------------------------------

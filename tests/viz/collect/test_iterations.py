@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from nimble_core.ir.program import Origin
-from nimble_viz.analysis.syncs import hint
 from nimble_viz.collect.device_time import iteration_bound
 from nimble_viz.collect.iterations import TICK, one_iteration
 from nimble_viz.collect.matched_trace import MatchedTrace
@@ -135,11 +134,6 @@ def test_what_makes_the_host_wait_is_one_line_each(
     assert [(one.kind, one.count, one.total_ns) for one in profile.host_syncs] == [
         (kind, count, lasted * 1000.0) for kind, count, lasted in found
     ], line
-
-
-def test_a_condition_is_advised_as_the_read_that_it_is() -> None:
-    assert hint("aten::is_nonzero") == hint("aten::item") != hint("aten::nonzero")
-    assert "value by value" in hint("print(tensor)")
 
 
 def test_what_was_dispatched_elsewhere_names_the_lines(tmp_path: Path) -> None:

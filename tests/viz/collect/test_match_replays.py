@@ -12,20 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nimble_core.ir.schedule import Schedule
 from nimble_core.ir.timeline import Timeline
 from nimble_core.profiling.kernel_matching import replay_timeline
 from nimble_core.utils.errors import InputError
-from nimble_viz import load
 from nimble_viz.collect.match_replays import Expected, Joined, expected, join
 from nimble_viz.render.report import Report
 from nimble_viz.traces.nsight import Export, read_export
 from tests.support.nsys_exports import PID, TID, Profile, Ran, profile_of, write_export
 from tests.support.sample_reports import sample_report
 
-ROOT = Path(__file__).parents[3]
-RECORDED = sorted((ROOT / "examples" / "recordings").glob("*.nimble"))
-OF_EARLIER_VERSIONS = sorted((ROOT / "tests" / "recordings").glob("*.nimble"))
 Names = dict[int, list[str]]
 
 
@@ -153,17 +148,6 @@ def test_nodes_that_were_copied_twice() -> None:
     }
 
 
-def test_nodes_that_are_copies_of_one_another_end() -> None:
-    report = sample_report(3)
-    profile = profile_of(report, report.chosen)
-    node = profile.ran[0].node
-    profile.nodes = [one for one in profile.nodes if one[2] != node]
-    profile.nodes += [(TID, 5, node, node + 1000), (TID, 5, node + 1000, node)]
-    joined = join(exported(profile), plan_of(report))
-    assert calls(joined)[node] is None
-    assert (joined.told.check.passed, len(joined.strangers)) == (False, 1)
-
-
 def test_replays_of_another_plan_are_told_apart_by_their_ranges() -> None:
     report = sample_report(30)
     names = {k: ["k"] for k in range(30)}
@@ -207,48 +191,3 @@ def test_a_graph_of_another_model_is_refused() -> None:
         join(exported(profile), plan)
     with pytest.raises(InputError, match="is not the plan"):
         join(exported(profile), plan_of(report))
-
-
-def recorded(path: Path, run: str) -> tuple[Report, Schedule, Timeline, Names]:
-    """A report, its plan on one stream or the chosen one, how that ran, and the kernels of each call."""
-    report = load(path)
-    if run == "one stream":
-        run = next(one.run for one in report.timelines if (plan := report.schedule(one.run)) and plan.streams == 1)
-    else:
-        run = report.chosen
-    line, schedule = report.timeline(run), report.schedule(run)
-    assert line is not None
-    assert schedule is not None
-    names: Names = {}
-    for span in line.spans:
-        names.setdefault(span.call if span.call is not None else -1, []).append(span.name)
-    return report, schedule, line, names
-
-
-@pytest.mark.parametrize("path", OF_EARLIER_VERSIONS + RECORDED, ids=lambda path: path.name)
-@pytest.mark.parametrize("run", ["one stream", "chosen"])
-def test_recorded_reports_without_node_ids(path: Path, run: str) -> None:
-    report, schedule, line, names = recorded(path, run)
-    line = replace(line, nodes=())
-    unmarked = profile_of(report, line.run, 2, names=names, marked=False)
-    with pytest.raises(InputError, match="is not the plan"):
-        join(exported(unmarked), expected(report.program, schedule, line))
-    marked = profile_of(report, line.run, 2, names=names)
-    assert calls(join(exported(marked), expected(report.program, schedule, line))) == marked.call_of
-
-
-@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.name)
-@pytest.mark.parametrize("run", ["one stream", "chosen"])
-def test_recorded_reports_with_node_ids(path: Path, run: str) -> None:
-    """Kernels of one name are many; the node tells each of them."""
-    report, schedule, line, names = recorded(path, run)
-    profile = profile_of(report, line.run, 2, names=names, marked=False)
-    nodes: dict[int, list[int]] = {}
-    for span, node in zip(line.spans, line.nodes, strict=True):
-        nodes.setdefault(span.call if span.call is not None else -1, []).append(node)
-    place = {whole: (whole >> 32 << 32) + nodes[call].pop(0) for whole, call in sorted(profile.call_of.items())}
-    profile.ran = [replace(one, node=place[one.node]) for one in profile.ran]
-    joined = join(exported(profile), expected(report.program, schedule, line))
-    assert joined.way == "graph node ids"
-    assert joined.told.check.passed
-    assert calls(joined) == {place[whole]: call for whole, call in profile.call_of.items()}

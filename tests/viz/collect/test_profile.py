@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Barrier, Event, Thread
+from threading import Thread
 from time import sleep
 from typing import Any
 
@@ -25,7 +25,6 @@ from nimble_core import Nimble, Options, TrainStep
 from nimble_core.profiling.cupti import profiler_runs
 from nimble_core.utils.errors import DeviceError, InputError
 from nimble_viz.collect.profile import Profiling, _Session, profile
-from nimble_viz.traces.profiler import profile_eager
 
 NEXT = _BaseDataLoaderIter.__next__
 
@@ -116,65 +115,6 @@ def test_what_fails_after_an_interrupt_does_not_come_in_its_place(monkeypatch: p
     ]
     with pytest.raises(AssertionError, match="must be initialized"), profile():
         pass
-
-
-@pytest.mark.parametrize(("counts", "first"), [({}, False), ({"warmup": 0}, True)])
-def test_an_early_end_shows_no_step_that_makes_the_optimizers_state(counts: dict[str, int], first: bool) -> None:
-    model = torch.nn.Linear(4, 2)
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    with profile(**counts) as run:  # type: ignore[call-overload]
-        for _ in range(6):
-            optimizer.zero_grad()
-            model(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
-    assert run.report.sampling is not None
-    assert run.report.sampling.iteration == "one step of the optimizer"
-    assert "before it was warm" in run.report.warnings[0]
-    assert ("zeros_like" in labels(run.report)) is first
-
-
-def test_of_two_threads_one_profiles() -> None:
-    inside, done, together = Event(), Event(), Barrier(2)
-    outcomes: list[object] = []
-
-    def hold() -> None:
-        with profile() as run:
-            torch.ones(2) + 1
-            inside.set()
-            done.wait(60)
-        outcomes.append(labels(run.report))
-
-    holder = Thread(target=hold)
-    holder.start()
-    assert inside.wait(60)
-    try:
-        with pytest.raises(DeviceError, match="another profiler"):
-            profile(torch.ones, 2)
-        with pytest.raises(DeviceError, match="another profiler"):
-            profile().__enter__()
-        with pytest.raises(DeviceError, match="another profiler"):
-            profile_eager(lambda: None, device="cpu", synchronize=lambda: None)
-    finally:
-        done.set()
-        holder.join()
-    assert outcomes == [["ones", "add"]]
-
-    def race() -> None:
-        for _ in range(5):
-            together.wait(60)
-            try:
-                outcomes.append(labels(profile(torch.ones, 2, warmup=0, timed=0, profiled=1)))
-            except DeviceError as refused:
-                outcomes.append(refused.what)
-
-    racers = [Thread(target=race) for _ in range(2)]
-    for racer in racers:
-        racer.start()
-    for racer in racers:
-        racer.join()
-    assert len(outcomes) == 11
-    assert all(one in (["ones"], "another profiler is running in this process") for one in outcomes[1:])
-    assert profile(torch.ones, 2).sampling is not None
 
 
 def test_a_function() -> None:

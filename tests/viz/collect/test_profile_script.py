@@ -107,14 +107,6 @@ def test_workers_of_the_loader_and_an_early_end(script: Path, capsys: pytest.Cap
     assert report.overhead.phases[0].phase == "loader"
 
 
-def test_a_loop_that_ends_too_soon(script: Path) -> None:
-    report, _ = profile_script(script, ["5", "0", "0"], Counts())
-    assert report.sampling is not None
-    assert report.sampling.iteration == "one batch of the data loader"
-    assert "before it was warm" in report.warnings[0]
-    assert [call.label for call in report.program.calls].count("linear") == 2
-
-
 def test_an_interrupted_script_is_not_complete(tmp_path: Path) -> None:
     report, code = profile_script(written(tmp_path, f"{LOOP}raise KeyboardInterrupt"), [], Counts())
     assert (report.complete, code) == (False, 130)

@@ -24,26 +24,6 @@ class Clock:
         return self.now
 
 
-def test_a_step_knows_its_seconds() -> None:
-    clock = Clock()
-    progress = Progress(clock)
-    with progress.step("record") as step:
-        clock.now += 1.5
-    assert step.seconds == 1.5
-    assert progress.steps == (PrepareStep("record", 1.5),)
-
-
-def test_inner_steps_are_not_counted_twice() -> None:
-    clock = Clock()
-    progress = Progress(clock)
-    with progress.step("capture"):
-        clock.now += 1
-        with progress.step("single"):
-            clock.now += 2
-        clock.now += 4
-    assert progress.steps == (PrepareStep("single", 2.0), PrepareStep("capture", 5.0))
-
-
 @given(st.recursive(st.integers(0, 5), lambda inner: st.lists(inner, max_size=4)))
 def test_steps_add_up_to_the_time_spent(tree: object) -> None:
     clock = Clock()
@@ -73,15 +53,6 @@ def test_a_step_that_raises_is_kept_and_the_error_passes() -> None:
     with pytest.raises(KeyError):
         fail()
     assert progress.steps == (PrepareStep("capture", 3.0),)
-
-
-def test_steps_of_one_name_are_added() -> None:
-    clock = Clock()
-    progress = Progress(clock)
-    for seconds in (1, 2):
-        with progress.step("measure"):
-            clock.now += seconds
-    assert progress.steps == (PrepareStep("measure", 3.0),)
 
 
 def test_the_terminal_shows_the_step_and_then_nothing() -> None:
