@@ -101,8 +101,8 @@ def _comparison(
     from nimble_core.tracing.recorded import check_inputs
     from nimble_viz.collect.compare_training import Training
     from nimble_viz.collect.comparison import Comparison
-    from nimble_viz.collect.eager_runs import EagerRuns
     from nimble_viz.collect.peers import resolve_peers
+    from nimble_viz.collect.runs import EagerRuns
 
     peers = resolve_peers(against) if against else ()
     require_options(options)

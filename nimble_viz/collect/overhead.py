@@ -11,21 +11,21 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Literal
 
 from nimble_core.ir.program import Program
 from nimble_core.ir.timeline import Timeline
 from nimble_core.utils.units import format_ns, format_percent
-from nimble_viz.collect.device_time import device_idle
-from nimble_viz.collect.eager_timeline import eager_timeline
 from nimble_viz.collect.host_syncs import blocking_copies, host_syncs
 from nimble_viz.collect.intervals import covers, union
-from nimble_viz.collect.matched_trace import Forest, MatchedTrace
-from nimble_viz.report.data import STAGES, CallOverhead, OverheadProfile, PhaseOverhead
+from nimble_viz.collect.matched_trace import Forest, MatchedTrace, eager_timeline
+from nimble_viz.report.data import INPUT, STAGES, Bound, CallOverhead, DeviceIdle, OverheadProfile, PhaseOverhead
 from nimble_viz.traces.events import PRINT, Trace, is_launch, is_synchronisation
 from nimble_viz.traces.profiler import profile_eager
 
-__all__ = ["measure_overhead", "overhead_profile"]
+__all__ = ["device_idle", "iteration_bound", "measure_overhead", "overhead_profile"]
+
 
 MATCHED_BOUND = 0.95
 """Below this share of calls found in the profile the split is marked as doubtful."""
@@ -362,3 +362,59 @@ def _source(trace: Trace) -> str:
     if trace.device == "cuda":
         return f"{rounds}; work is GPU time"
     return f"{rounds}; work is estimated: operator self time less a floor of {trace.floor_ns:.0f} ns each"
+
+
+def device_idle(trace: Trace) -> DeviceIdle:
+    """Say why the device idled: each gap between its busy stretches, by what ended it.
+
+    A gap is ended by a kernel (or copy). Up to the moment when the host began to launch that kernel nothing was queued:
+    the host was late. From there to the kernel's start it is launch latency. If the launch lies before the gap the
+    kernel was queued in time; what is left of the usual latency (the median over launches that found the device idle)
+    is still launch latency, and the rest is dependency: the device turning from one kernel to the next, or a stream
+    waiting for another. After the last kernel the host is late too: nothing more was queued. Gaps that end with a
+    kernel whose launch was not seen are unknown. Pure; O(n log n).
+    """
+    launched = {event.correlation: event.start_ns for event in trace.runtime if event.correlation}
+    inside = [kernel for kernel in trace.kernels if kernel.end_ns > trace.start_ns and kernel.start_ns < trace.end_ns]
+    gaps: list[tuple[int, int, int | None]] = []  # start, end, launch of what ended it
+    reached = trace.start_ns
+    for kernel in sorted(inside, key=lambda kernel: (kernel.start_ns, kernel.end_ns)):
+        if kernel.start_ns > reached:
+            gaps.append((reached, kernel.start_ns, launched.get(kernel.correlation)))
+        reached = max(reached, min(kernel.end_ns, trace.end_ns))
+    found: Counter[str] = Counter(host_late=max(0, trace.end_ns - reached))
+    usual = median([end - at for start, end, at in gaps if at is not None and start <= at <= end] or [0])
+    for start, end, at in gaps:
+        if at is None:
+            found["unknown"] += end - start
+            continue
+        late = min(max(at - start, 0), end - start)  # clocks disagree by microseconds: a kernel may precede its launch
+        latency = end - start - late if at >= start else min(end - start, max(0, round(at + usual) - start))
+        found["host_late"] += late
+        found["launch"] += latency
+        found["dependency"] += end - start - late - latency
+    return DeviceIdle(
+        host_late_ns=float(found["host_late"]),
+        launch_ns=float(found["launch"]),
+        dependency_ns=float(found["dependency"]),
+        unknown_ns=float(found["unknown"]),
+    )
+
+
+def iteration_bound(trace: Trace, profile: OverheadProfile) -> Bound:
+    """Say what the wall time went to: waiting for input, work of the device, or the host's overhead.
+
+    Each nanosecond counts once. On CUDA: the device was busy; else the host was in a phase of input (``"loader"``,
+    ``"copy"``); else it is the host's. On the host device: phases of input; else the calls' estimated work; else the
+    host's. Pure; O(n log n).
+    """
+    spans = union([(start, end) for name, start, end in trace.phases if name in INPUT])
+    feeding = sum(end - start for start, end in spans)
+    if trace.device == "cpu":
+        own = sum(one.work_ns for one in profile.phases if one.phase in INPUT)
+        work = max(0.0, min(profile.device_busy_ns - own, float(trace.length_ns - feeding)))
+        return Bound(float(feeding), work, trace.length_ns - feeding - work)
+    busy = union([(max(k.start_ns, trace.start_ns), min(k.end_ns, trace.end_ns)) for k in trace.kernels])
+    device = sum(end - start for start, end in busy)
+    either = sum(end - start for start, end in union([*busy, *spans]))
+    return Bound(float(either - device), float(device), float(trace.length_ns - either))

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from nimble_core.ir.program import Origin
-from nimble_viz.collect.device_time import iteration_bound
+from nimble_viz.collect.from_trace import observed
 from nimble_viz.collect.iterations import TICK, one_iteration
 from nimble_viz.collect.matched_trace import MatchedTrace
-from nimble_viz.collect.observed import observed
-from nimble_viz.collect.overhead import overhead_profile
+from nimble_viz.collect.overhead import iteration_bound, overhead_profile
 from nimble_viz.report.data import Bound, CallOverhead, DeviceIdle, HostSync
 from nimble_viz.traces.chrome import Recording, read_trace
 from tests.support.kineto_traces import ITERATIONS, cpu_op, event, kernel, runtime, training_loop, write_trace

@@ -14,8 +14,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 import nimble_viz
 from nimble_core.utils.errors import InputError
 from nimble_viz.cli.command import main
-from nimble_viz.collect.profile import profile
-from nimble_viz.collect.profile_script import profile_script
+from nimble_viz.collect.profile import profile, profile_script
 from nimble_viz.collect.sampler import Counts
 
 SCRIPT = """
