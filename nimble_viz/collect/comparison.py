@@ -50,15 +50,7 @@ _COSTS_BOUND = 3.0
 
 
 class Comparison:
-    """Measures; ``findings`` is what is known at any time.
-
-    Args:
-        eager: the model and its inputs.
-        signature: of the inputs.
-        device: what runs it.
-        options: how to prepare.
-        against: peers to measure beside it.
-    """
+    """Measures; ``findings`` is what is known at any time."""
 
     def __init__(
         self, eager: EagerRuns, signature: Signature, device: Device, options: Options, against: Sequence[Peer]

@@ -79,31 +79,12 @@ def measure_overhead(
 
 
 def overhead_profile(matched: MatchedTrace, unprofiled_ns: float) -> OverheadProfile:
-    """Split the profiled iteration's host time over the calls.
+    """Split the profiled iteration's host time over the calls. O(n log n) for n events, see ``align``.
 
-    The host time of a call begins where that of the previous matched call ended, and lasts to the end of the outermost
-    operator around it (``aten::linear`` around ``aten::addmm``). Views, ``empty`` and other operators that are no call
-    of the Program count for the next call. Every nanosecond has one cause, the first that fits:
-
-    - waiting for the data loader (``loader_ns``) or for the device (``waiting_ns``; ``host_syncs`` say where);
-    - launch: ``cudaLaunchKernel``, ``cudaMemcpyAsync``, ...;
-    - allocation: ``cudaMalloc``, ``aten::empty``, ...;
-    - dispatch: an operator or autograd node is active. After the call's last launch (on the host: once its own operator
-      has returned) it is the call's tail, the cost of unwinding;
-    - Python: none is.
-
-    On the host no event tells an operator's own computing from its dispatch, so ``work_ns`` is an *estimate*: the self
-    time of the call's operator and of those inside it, each less ``trace.floor_ns`` (what the profiler shows for an
-    operator with next to nothing to do), never below 0. The floor is measured with warm caches, so work is rather too
-    high and dispatch too low. All host overhead is exposed there. On CUDA ``work_ns`` is GPU time, no part of the
-    host's sum.
-
-    Calls of the optimizer that were not found share one row, for the time up to the end of its phase: an eager
-    optimizer makes many small calls where a captured one makes a few fused ones, so no operator is one of them.
-
-    For each device, the rows' overhead (on the host: and work) plus ``waiting_ns``, ``loader_ns`` and ``remainder_ns``
-    is ``profiled_ns``, exactly. ``profiled_ns`` includes the wait for the device at the end. Time is O(n log n) for n
-    events, see ``align``.
+    docs/profiling.md defines the parts. Every nanosecond has one cause, and for each device the rows' overhead (on the
+    host: and work) plus ``waiting_ns``, ``loader_ns`` and ``remainder_ns`` is ``profiled_ns``, exactly. Calls of the
+    optimizer that were not found share one row: an eager optimizer makes many small calls where a captured one makes a
+    few fused ones, so no operator is one of them.
 
     ``unprofiled_ns`` is the median wall time of an iteration without the profiler, 0 if unknown.
     """
@@ -365,14 +346,9 @@ def _source(trace: Trace) -> str:
 
 
 def device_idle(trace: Trace) -> DeviceIdle:
-    """Say why the device idled: each gap between its busy stretches, by what ended it.
+    """Say why the device idled: each gap between its busy stretches, by what ended it. O(n log n).
 
-    A gap is ended by a kernel (or copy). Up to the moment when the host began to launch that kernel nothing was queued:
-    the host was late. From there to the kernel's start it is launch latency. If the launch lies before the gap the
-    kernel was queued in time; what is left of the usual latency (the median over launches that found the device idle)
-    is still launch latency, and the rest is dependency: the device turning from one kernel to the next, or a stream
-    waiting for another. After the last kernel the host is late too: nothing more was queued. Gaps that end with a
-    kernel whose launch was not seen are unknown. Pure; O(n log n).
+    docs/profiling.md defines the causes. The usual latency is the median over launches that found the device idle.
     """
     launched = {event.correlation: event.start_ns for event in trace.runtime if event.correlation}
     inside = [kernel for kernel in trace.kernels if kernel.end_ns > trace.start_ns and kernel.start_ns < trace.end_ns]
@@ -404,9 +380,7 @@ def device_idle(trace: Trace) -> DeviceIdle:
 def iteration_bound(trace: Trace, profile: OverheadProfile) -> Bound:
     """Say what the wall time went to: waiting for input, work of the device, or the host's overhead.
 
-    Each nanosecond counts once. On CUDA: the device was busy; else the host was in a phase of input (``"loader"``,
-    ``"copy"``); else it is the host's. On the host device: phases of input; else the calls' estimated work; else the
-    host's. Pure; O(n log n).
+    Each nanosecond counts once, as docs/profiling.md defines it. O(n log n).
     """
     spans = union([(start, end) for name, start, end in trace.phases if name in INPUT])
     feeding = sum(end - start for start, end in spans)

@@ -29,17 +29,9 @@ __all__ = ["EagerRuns", "PeerRuns"]
 
 
 class EagerRuns:
-    """The model and its inputs, ready to run.
+    """The model and its inputs, ready to run; if ``training`` is given, ``model`` is that whole step.
 
-    Args:
-        model: what is compared; a whole step, if it trains.
-        args: positional inputs.
-        kwargs: keyword inputs.
-        training: the step that ``model`` is; None for inference.
-
-    Attributes:
-        recorded: the model as it was recorded; to be set before anything is kept.
-        without_autograd: mode that eager and peers run in.
+    ``record`` is to be called before anything is kept. ``without_autograd`` is the mode that eager and peers run in.
     """
 
     def __init__(
@@ -143,12 +135,8 @@ _REASON_LENGTH = 300
 class PeerRuns:
     """The peers of one comparison. An error of one is said in its result, and leaves it out.
 
-    Only what is no ``Exception`` (Ctrl-C) passes through.
-
-    Args:
-        eager: the model, recorded, and its inputs. Attributes that runs change are the caller's to keep.
-        synchronize: waits for the device.
-        taken: names that measurements have already.
+    Only what is no ``Exception`` (Ctrl-C) passes through. Attributes that runs change are the caller's to keep. Names
+    that are ``taken`` already are refused.
     """
 
     def __init__(self, eager: EagerRuns, *, synchronize: Callable[[], object], taken: Iterable[str] = ()) -> None:

@@ -41,9 +41,7 @@ def refuse_unknown(function: Callable[..., Any], unknown: Mapping[str, object]) 
     for name in unknown:
         known = (one.name for one in inspect.signature(function).parameters.values() if one.kind is one.KEYWORD_ONLY)
         near = nearest(name, known)
-        if name == "training":
-            fix = "compare(..., training=True, loss_fn=...) is of training steps"
-        elif like := option_like(name):
+        if like := option_like(name):
             fix = f"options=Options({like}=...)"
         elif near:
             fix = f"{near[0]}=...; or, if it is an input of the model, kwargs={{{name!r}: ...}}"

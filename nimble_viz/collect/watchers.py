@@ -107,9 +107,8 @@ _Batch = TypeVar("_Batch")
 class LoopHooks:
     """Call ``tick`` at each batch of a data loader, step of an optimizer and call of an outermost module.
 
-    Args:
-        tick: told what kind of iteration begins, and of which loader, optimizer or module.
-        waited: told how many nanoseconds a batch took.
+    ``tick`` is told what kind of iteration begins, and of which loader, optimizer or module; ``waited`` how many
+    nanoseconds a batch took.
     """
 
     def __init__(self, tick: Callable[[Kind, int], None], waited: Callable[[int], None]) -> None:
@@ -144,19 +143,11 @@ class LoopHooks:
 
     def only(self, kind: Kind) -> None:
         """Remove the hooks of the other kinds: hooks on every module would slow down what is timed."""
-        self._remove_module_hooks()
-        if kind == "module" and self._root is not None:
-            root = self._root
-            try:
+        root = self._root if kind == "module" else None
+        if not isinstance(root, torch.jit.ScriptModule):  # which takes no hooks of its own
+            self._remove_module_hooks()
+            if root is not None:
                 self._modules = [root.register_forward_pre_hook(lambda *_: self._tick("module", id(root)))]
-            except RuntimeError:  # TorchScript takes none of its own
-
-                def enter(module: Any, *_: Any) -> None:
-                    if module is root:
-                        self._tick("module", id(root))
-
-                only_watches(enter)
-                self._modules = [register_module_forward_pre_hook(enter)]
         if kind != "optimizer":
             self._optimizers.remove()
 

@@ -332,7 +332,6 @@ def test_an_interruption_keeps_what_there_is(at: str, device: str) -> None:
         assert bool(report.measurements)
         assert [step.name for step in report.preparation][:3] == ["warm-up", "record", "record again"]
         assert sum("interrupted" in one for one in told) == reached
-        assert any("whether outputs equal" in one for one in told) == (reached and not report.checks)
         assert report.chosen in {"", *(plan.policy for plan in report.schedules)}
         assert len(report.critical_path) >= 1
     assert spy.finished
@@ -342,7 +341,7 @@ def test_an_interruption_keeps_what_there_is(at: str, device: str) -> None:
 def test_an_interruption_of_the_timing_keeps_the_rounds() -> None:
     spy = Spy("measure", round_=3)
     with pytest.warns(
-        NimbleWarning, match="interrupted: the report rests on 3 rounds of timing and does not know"
+        NimbleWarning, match="interrupted: the report rests on 3 rounds of timing and is incomplete"
     ) as told:
         report = compare(Wide(), torch.randn(2, 16), options=NIMBLE, progress=spy, device=FakeDevice())
     assert told[0].filename == __file__

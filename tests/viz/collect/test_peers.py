@@ -267,12 +267,6 @@ def test_images_are_converted_for_convolutions_only() -> None:
 # -- refusals ------------------------------------------------------------------------------------------------------
 
 
-def test_no_peer_runs_with_autograd() -> None:
-    for name in peer_names():
-        with pytest.raises(InputError, match="without autograd"):
-            peer(name).prepare(small(), [inputs()[0]], inputs()[1])
-
-
 class Concatenated(nn.Module):
     """As a block of DenseNet: each layer reads all that came before."""
 
