@@ -137,9 +137,6 @@ class Annotation:
         )
         return "\n".join(map(visible, lines)) + "\n"
 
-    def __repr__(self) -> str:
-        return f"<Annotation of {self.run!r}: {self.check.seen} of {self.check.expected} nodes>"
-
 
 def annotate(export: str | os.PathLike[str], report: Report | str | os.PathLike[str], run: str = "") -> Annotation:
     """Join an Nsight Systems profile to the calls of ``report``, by graph node id.
@@ -276,13 +273,7 @@ class Joined:
 
 
 def expected(program: Program, schedule: Schedule, line: Timeline | None) -> Expected:
-    """Collect what a report knows of a plan's replays.
-
-    Args:
-        program: its calls.
-        schedule: the plan.
-        line: its replay as it was measured. If it is None, simulated or unreliable, its kernels are not known.
-    """
+    """Collect what a report knows of a plan's replays; no kernels if ``line`` is simulated or unreliable, or None."""
     known = line is not None and line.source == "measured" and line.reliable
     spans, ids = (line.spans, line.nodes) if line is not None and known else ((), ())
     return Expected(

@@ -171,11 +171,7 @@ def observed(
     Origins are those of ``seen``, matched by operator in order; else the Python functions and modules that were
     running. A call of the backward has the origin of the forward call that made its node of autograd, if that is known.
 
-    Args:
-        trace: the iteration.
-        frames: Python functions and modules that ran.
-        seen: origins of what was dispatched in another iteration, in order.
-        backward_of: which operator made a node of autograd (``Recording.backward_of``).
+    ``seen`` are the origins of what another iteration dispatched, in order; ``backward_of`` is that of ``Recording``.
     """
     trace = _with_orphans(trace)
     forest = Forest.of(trace.operators)

@@ -58,15 +58,8 @@ def measure_overhead(
 ) -> tuple[OverheadProfile, Timeline]:
     """Profile ``run``, the eager model that ``program`` was recorded from, and split its host time.
 
-    Args:
-        program: what ``run`` does, as recorded.
-        run: one eager iteration, without waiting for the device.
-        device: what it runs on.
-        unprofiled_ns: median wall time of ``run(); synchronize()`` without a profiler.
-        synchronize: waits until the device is idle; does nothing on the host.
-
-    Raises:
-        DeviceError: another profiler is running in this process.
+    ``unprofiled_ns`` is the median wall time of ``run(); synchronize()`` without a profiler. ``synchronize`` waits
+    until the device is idle, and does nothing on the host. Raises DeviceError if another profiler runs in this process.
     """
     trace = profile_eager(run, device=device, synchronize=synchronize)
     if trace.warnings:

@@ -69,17 +69,6 @@ def test_the_replay_is_that_of_the_profile(tmp_path: Path, make: type[Report]) -
     assert line.unprofiled_ns == (known.median_ns if known else 0)
 
 
-def test_its_node_ids_tell_the_next_profile(tmp_path: Path) -> None:
-    report = sample_report(40)
-    first = annotate(write_export(tmp_path / "a.sqlite", profile_of(report, report.chosen)), report).report
-    other = profile_of(report, report.chosen, graph=50, marked=False)
-    found = annotate(write_export(tmp_path / "b.sqlite", other), first)
-    assert (found.joined.way, found.check.passed) == ("graph node ids", True)
-    without = replace(first, timelines=tuple(replace(line, nodes=()) for line in first.timelines))
-    with pytest.raises(InputError, match="the ranges of the capture tell the calls"):
-        annotate(tmp_path / "b.sqlite", without)
-
-
 def test_a_report_that_could_not_see_its_kernels(tmp_path: Path) -> None:
     report = sample_report(40, timelines=False)  # as compare makes it under Nsight Systems
     path = write_export(tmp_path / "p.sqlite", profile_of(report, report.chosen))
@@ -247,13 +236,20 @@ def reports(draw: st.DrawFn) -> tuple[Report, Names]:
 
 
 def disturbed(profile: Profile, seed: int) -> Profile:
-    """Rows in any order, work outside graphs, launches of another graph, a replay of which the end is missing."""
+    """Rows in any order, work outside graphs, launches of another graph, a replay of which the end is missing.
+
+    And another process, and a capture that was given up.
+    """
+    whole, *inside = (one for one in profile.ranges if one[1] < min(at for _, at in profile.launches.values()))
+    profile.ranges += [(TID, whole[2] + 1, whole[2] + 50, whole[3]), (TID, whole[2] + 2, whole[2] + 10, inside[0][3])]
+    profile.nodes.append((TID, whole[2] + 5, 99 << 32, None))
     last = max(profile.launches)
     cut = [one for one in profile.ran if one.launch == last]
     profile.ran += [replace(one, launch=last + 1) for one in cut[: len(cut) // 2]]
     profile.launches[last + 1] = TID, profile.launches[last][1]
     profile.ran += [Ran("fill", at, at + 3, 7, 5000 + at, 0) for at in range(4)]
     profile.ran += [Ran("gemm", at, at + 3, 7, 6000, (90 << 32) + at) for at in range(9)]
+    profile.ran += [replace(one, process=PID + (1 << 24)) for one in profile.ran]
     random.Random(seed).shuffle(profile.ran)
     random.Random(seed).shuffle(profile.nodes)
     random.Random(seed).shuffle(profile.ranges)
@@ -275,6 +271,7 @@ def test_by_capture_every_node_is_the_call_that_captured_it(
     whole = [one for one in joined.replays if one.launch < 100 + count]
     assert len(whole) == count
     for replay in whole:
+        assert replay.process == PID
         starts = {one.node: one.start for one in profile.ran if one.launch == replay.launch}
         assert {node: one.start_ns for node, one in zip(replay.nodes, replay.activities, strict=True)} == starts
 
@@ -313,16 +310,6 @@ def test_what_does_not_match_is_counted_by_name(given_: tuple[Report, Names], da
     assert calls(joined) == {node: None if node in changed else call for node, call in profile.call_of.items()}
 
 
-def test_a_capture_that_was_given_up_says_nothing() -> None:
-    report = sample_report(12)
-    profile = profile_of(report, report.chosen)
-    whole, *inside = (one for one in profile.ranges if one[1] < min(at for _, at in profile.launches.values()))
-    end = whole[2]
-    profile.ranges += [(TID, end + 1, end + 50, whole[3]), (TID, end + 2, end + 10, inside[0][3])]
-    profile.nodes.append((TID, end + 5, 99 << 32, None))
-    assert calls(join(exported(profile), plan_of(report))) == profile.call_of
-
-
 def test_nodes_that_were_copied_twice() -> None:
     report = sample_report(12)
     profile = profile_of(report, report.chosen)
@@ -348,27 +335,6 @@ def test_replays_of_another_plan_are_told_apart_by_their_ranges() -> None:
     assert ({replay.launch for replay in joined.replays}, joined.rivals) == ({100, 101}, 0)
     joined = join(exported(Profile(ran, launches)), plan)
     assert (len(joined.replays), joined.rivals) == (9, 1)
-
-
-def test_graphs_that_fit_as_well_are_counted() -> None:
-    report = sample_report(12)
-    names = {k: ["k"] for k in range(12)}
-    plan = plan_of(report, seen_before(report, names))
-    few, many = (
-        profile_of(report, report.chosen, count, names=names, graph=graph, marked=False, begin=begin, launch=begin)
-        for count, graph, begin in ((2, 10, 1_000), (5, 20, 900_000))
-    )
-    joined = join(exported(Profile(few.ran + many.ran, few.launches | many.launches)), plan)
-    assert (len(joined.replays), joined.rivals) == (5, 1)
-
-
-def test_processes_are_told_apart() -> None:
-    report = sample_report(12)
-    profile = profile_of(report, report.chosen, 2)
-    profile.ran += [replace(one, process=PID + (1 << 24)) for one in profile.ran]
-    joined = join(exported(profile), plan_of(report))
-    assert {replay.process for replay in joined.replays} == {PID}
-    assert len(joined.replays) == 2
 
 
 def test_a_graph_of_another_model_is_refused() -> None:

@@ -90,18 +90,6 @@ def test_calls_of_the_optimizer_that_are_found_have_their_own_time() -> None:
     assert split(TWO, trace, 0.0).remainder_ns == 50  # without a call of the optimizer's it is nobody's
 
 
-def test_phases_come_in_the_order_of_a_step() -> None:
-    marks = (("optimizer", 0, 5), ("forward", 5, 62), ("loss", 62, 66), ("backward", 66, 112), ("optimizer", 112, 150))
-    profile = split(TWO, replace(CUDA, phases=marks), 100.0)
-    assert [(one.phase, one.spans) for one in profile.phases] == [
-        ("forward", ((5.0, 62.0),)),
-        ("loss", ((62.0, 66.0),)),
-        ("backward", ((66.0, 112.0),)),
-        ("optimizer", ((0.0, 5.0), (112.0, 150.0))),
-    ]
-    assert sum(one.host_ns for one in profile.phases) == 150
-
-
 def test_work_on_the_host_is_self_time_above_the_floor() -> None:
     trace = Trace(
         "cpu", 0, 100, 100, (op("linear", 5, 95), op("addmm", 10, 90), op("as_strided", 12, 16), op("empty", 20, 30)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from nimble_core.scheduling.verify_schedule import check_schedule
 from nimble_core.tracing.recorder import record
 from nimble_core.tracing.signature import Signature
 from nimble_core.utils.errors import CaptureError, InputError, NotStaticError
-from nimble_viz.analysis.summary import planned, summary, verdict
+from nimble_viz.analysis.summary import planned, verdict
 from nimble_viz.render.text import plain_text
 from tests.support.models import CASES, Wide, make
 
@@ -79,13 +78,6 @@ def test_a_build_without_cuda_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     (warning,) = nimble_viz.plan(Wide(), torch.randn(2, 16)).warnings
     assert "knows no CUDA" in warning
     assert nimble_viz.plan(Wide(), torch.randn(2, 16), target="cpu").warnings == ()
-
-
-def test_a_plan_without_calls_or_choice_can_be_shown() -> None:
-    report = nimble_viz.plan(lambda x: x.view(-1), torch.randn(2, 3))
-    assert "puts 0 calls on 0 streams" in verdict(report)
-    assert "no streams were chosen" in verdict(replace(report, chosen=""))
-    assert summary(report)["speed"] == []
 
 
 def test_models_that_are_not_static() -> None:

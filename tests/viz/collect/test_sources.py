@@ -149,11 +149,6 @@ def test_the_most_used_functions_are_kept_within_the_bound(tmp_path: Path, monke
     assert (second.name, len(second.lines), second.note) == ("b", 101, "")
 
 
-def test_text_that_no_file_can_hold_is_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(linecache.cache, "<odd>", (9, None, ["def f():\n", "    return '\udc80'\n"], "<odd>"))
-    assert read_sources([call("<odd>", 2)])[0].lines == ()
-
-
 @st.composite
 def programs(draw: st.DrawFn) -> str:
     """Functions in functions and classes, with statements between them."""
