@@ -188,6 +188,7 @@ def test_checks_that_do_not_pass_say_why(model: Any, device: FakeDevice, said: s
     assert not any(check.passed for check in report.checks)
     assert any(said in warning for warning in report.warnings)
     assert report.complete
+    assert (report.chosen == "") == (said == "differ from eager")
 
 
 # -- verdicts ------------------------------------------------------------------------------------------------------
