@@ -22,6 +22,7 @@ from nimble_core.ir.timeline import Timeline
 from nimble_core.profiling.kernel_matching import replay_timeline
 from nimble_core.utils.errors import InputError
 from nimble_viz import annotate, load
+from nimble_viz.analysis.timeline import axis_note
 from nimble_viz.cli.command import main
 from nimble_viz.collect.annotate import COLUMNS, Expected, Joined, expected, join
 from nimble_viz.render.report import Report
@@ -52,6 +53,7 @@ def test_the_replay_is_that_of_the_profile(tmp_path: Path, make: type[Report]) -
     assert line is not None
     assert schedule is not None
     assert (line.source, line.clock, line.reliable) == ("measured", "Nsight Systems, GPU clock", True)
+    assert "in a run of its own, by Nsight Systems" in axis_note(found.report)
     told = "from p.sqlite, 3 replays, by the NVTX ranges in which the graph's nodes were captured"
     assert line.note.startswith(f"{told}; kernels of the report's replay that this one does not run: ")
     middle = [one for one in profile.ran if one.launch == 101]  # each replay takes a little longer than the last

@@ -15,6 +15,7 @@ from torch import nn
 
 from nimble_core.ir.program import Phase
 from nimble_core.utils.errors import InputError
+from nimble_viz.analysis.dag_boxes import nest
 from nimble_viz.analysis.memory import memory
 from nimble_viz.analysis.phases import PHASES, phase_syncs, phases
 from nimble_viz.analysis.summary import verdict
@@ -320,6 +321,13 @@ def test_memory_is_held_against_eagers_peak(report: Report) -> None:
     assert next(row for row in on_gpu["engines"] if row["chosen"] or row["held"])["against"] == "0.50x"
     assert on_gpu["facts"][0][0] == "Eager's peak above model and optimizer state"
     assert "of eager's peak: what is held" in plain_text(known, 120)
+
+
+def test_phases_are_the_outermost_groups_of_the_graph() -> None:
+    boxes = nest(["0.a", "0.a", "0.a", "0.a"], ["forward", "forward", "backward", "backward"])
+    assert boxes.name == ("forward", "backward")
+    boxes = nest(["0", "1", "1", "1", "0"], ["forward"] * 3 + ["backward"] * 2)
+    assert boxes.name == ("forward", "backward", "1")
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------
