@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from nimble_core.scheduling.options import Options
     from nimble_viz.analysis.gate import Rules
-    from nimble_viz.collect.ablate import ablate
     from nimble_viz.collect.annotate import annotate
     from nimble_viz.collect.annotated import annotated
     from nimble_viz.collect.compare import compare
@@ -35,7 +34,6 @@ __all__ = [
     "Report",
     "Rules",
     "__version__",
-    "ablate",
     "annotate",
     "annotated",
     "compare",
@@ -52,7 +50,6 @@ _HOMES = {
     "Options": "nimble_core.scheduling.options",
     "Report": "nimble_viz.render.report",
     "Rules": "nimble_viz.analysis.gate",
-    "ablate": "nimble_viz.collect.ablate",
     "annotate": "nimble_viz.collect.annotate",
     "annotated": "nimble_viz.collect.annotated",
     "compare": "nimble_viz.collect.compare",

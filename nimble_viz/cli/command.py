@@ -133,7 +133,7 @@ def _profile(given: argparse.Namespace) -> int:
         with _files():
             report = from_trace(given.script)
     else:
-        from nimble_viz.collect.profile_script import profile_script
+        from nimble_viz.collect.profile import profile_script
 
         counts = Counts(**option_values(given, Counts))
         try:

@@ -1,29 +1,44 @@
-"""``annotate``: join what Nsight Systems saw of a report's replays to the report's calls."""
+"""``annotate``: join what Nsight Systems saw of a report's replays to the report's calls.
+
+A node's id tells it exactly. What the id means is found in one of two ways, the surest first:
+
+1. By the NVTX ranges that a capture leaves in the profile: a node belongs to the call in whose range it was captured,
+   and a node of an instantiated graph to the call of the node it was copied from.
+2. By its place in the graph, the lower half of its id. It is the same for the same plan in every process. The report
+   has to hold the places of its own replay, and a node counts only if its kernel has the name that the report knows.
+"""
 
 from __future__ import annotations
 
 import csv
 import io
 import os
-from collections.abc import Iterator
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
+from nimble_core.ir.program import Program
 from nimble_core.ir.schedule import Schedule
-from nimble_core.ir.timeline import SelfCheck
-from nimble_core.profiling.kernel_matching import replay_timeline
+from nimble_core.ir.timeline import SelfCheck, Span, Timeline
+from nimble_core.profiling.cupti import Activity
+from nimble_core.profiling.kernel_matching import TIMED, Told, replay_timeline
 from nimble_core.profiling.kernel_names import short_kernel_name
+from nimble_core.profiling.nvtx import call_name, whole_name
+from nimble_core.scheduling.verify_capture import RawGraph
 from nimble_core.utils.errors import InputError
 from nimble_core.utils.files import write_file
 from nimble_core.utils.units import format_count, format_ns
 from nimble_viz.analysis.labels import plural, visible
-from nimble_viz.collect.match_replays import Joined, Way, expected, join
 from nimble_viz.export.tables import no_formula
 from nimble_viz.render.report import Report, load
 from nimble_viz.report.data import ReportData
-from nimble_viz.traces.nsight import Export, read_export
+from nimble_viz.traces.nsight import Export, NamedRange, Replay, node_of, process_of, read_export
 
-__all__ = ["COLUMNS", "Annotation", "annotate"]
+__all__ = ["COLUMNS", "Annotation", "Expected", "Joined", "annotate", "expected", "join"]
+
 
 CLOCK = "Nsight Systems, GPU clock"
 
@@ -122,9 +137,6 @@ class Annotation:
         )
         return "\n".join(map(visible, lines)) + "\n"
 
-    def __repr__(self) -> str:
-        return f"<Annotation of {self.run!r}: {self.check.seen} of {self.check.expected} nodes>"
-
 
 def annotate(export: str | os.PathLike[str], report: Report | str | os.PathLike[str], run: str = "") -> Annotation:
     """Join an Nsight Systems profile to the calls of ``report``, by graph node id.
@@ -203,3 +215,249 @@ def _listed(counts: tuple[tuple[str, int], ...]) -> str:
     named = ", ".join(f"{format_count(count)} x {name}" for name, count in counts[:_LISTED])
     more = sum(count for _, count in counts[_LISTED:])
     return f"{named} and {format_count(more)} more" if more else named
+
+
+Way = Literal["capture ranges", "graph node ids"]
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a replay of a plan runs, as far as a report knows it.
+
+    Args:
+        schedule: the plan.
+        capture: name of the NVTX range around its capture.
+        replay: name of the NVTX range around each replay.
+        calls: name of the NVTX range of each call, by index.
+        kernels: ``(kind, name, call)`` of each node whose kernel is known; names are short, as in a timeline.
+        places: position in ``kernels`` by place in the graph; empty if unknown.
+    """
+
+    schedule: Schedule
+    capture: str
+    replay: str
+    calls: tuple[str, ...]
+    kernels: tuple[tuple[str, str, int | None], ...]
+    places: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The replays of one graph, node by node.
+
+    Args:
+        way: how nodes were told.
+        told: activities by node, and the self-check.
+        raw: the nodes.
+        places: position in ``raw`` by graph node id, all 64 bits, of the nodes that were told.
+        replays: those that ran the same nodes as most.
+        partial: how many did not: the profile began or ended during them, or lost some of their kernels.
+        missing: kernels of the report that no node of the graph ran, with how many.
+        strangers: kernels of the graph that belong to no call, with how many in each replay.
+        rivals: other graphs in the profile that fit as well.
+    """
+
+    way: Way
+    told: Told
+    raw: RawGraph
+    places: Mapping[int, int]
+    replays: tuple[Replay, ...]
+    partial: int
+    missing: tuple[tuple[str, int], ...]
+    strangers: tuple[tuple[str, int], ...]
+    rivals: int = 0
+
+    def call(self, node: int) -> int | None:
+        """Return the call of a graph node, given its whole id."""
+        return self.raw.owner[self.places[node]] if node in self.places else None
+
+
+def expected(program: Program, schedule: Schedule, line: Timeline | None) -> Expected:
+    """Collect what a report knows of a plan's replays; no kernels if ``line`` is simulated or unreliable, or None."""
+    known = line is not None and line.source == "measured" and line.reliable
+    spans, ids = (line.spans, line.nodes) if line is not None and known else ((), ())
+    return Expected(
+        schedule=schedule,
+        capture=whole_name("capture", program, schedule),
+        replay=whole_name("replay", program, schedule),
+        calls=tuple(map(call_name, program.calls)),
+        kernels=tuple(_kernel(span) for span in spans),
+        places={place: at for at, place in enumerate(ids)},
+    )
+
+
+def join(export: Export, plan: Expected) -> Joined:
+    """Find the graph of ``plan`` among those that were replayed, and tell its nodes.
+
+    Where the profile holds the plan's own ranges around replays, only those replays count.
+
+    Raises:
+        InputError: no graph in the profile is the plan's: fewer than half of the nodes of each could be told.
+
+    Complexity:
+        O(n log n) in activities, nodes and ranges.
+    """
+    owners = _captured(export, plan)
+    found = []
+    for replays in _graphs(export, plan):
+        whole, partial = _whole(replays)
+        told = _by_capture(export, plan, owners, whole), _by_place(export, plan, whole)
+        able = [one for one in told if one is not None]
+        if able:
+            found.append(replace(max(able, key=_rank), partial=partial))
+    if not found:
+        graphs = len({replay.graph for replay in export.replays})
+        many = (
+            "the CUDA graph in the profile is not" if graphs == 1 else f"none of {graphs} CUDA graphs in the profile is"
+        )
+        raise InputError(
+            f"{many} the plan {plan.schedule.policy!r} of the report",
+            fix="profile the report's model with its plan (prepare(..., plan=report.plan)) and --trace=cuda,nvtx, "
+            "its preparation included: the ranges of the capture tell the calls",
+        )
+    best = max(found, key=lambda one: (_rank(one), len(one.replays)))
+    return replace(best, rivals=sum(_rank(one) == _rank(best) for one in found) - 1)
+
+
+def _rank(one: Joined) -> tuple[bool, int, int]:
+    return one.told.check.passed, int(one.way == "capture ranges"), one.told.check.seen
+
+
+def _graphs(export: Export, plan: Expected) -> list[list[Replay]]:
+    """Group replays by graph; only those inside the plan's ranges, if there are any."""
+    inside = _Ranges(one for one in export.ranges if one.text == plan.replay)
+    named = [replay for replay in export.replays if inside.at(replay.thread, replay.launched_ns)]
+    graphs: dict[tuple[int, int], list[Replay]] = {}
+    for replay in named or export.replays:
+        graphs.setdefault(replay.graph, []).append(replay)
+    return list(graphs.values())
+
+
+def _whole(replays: Sequence[Replay]) -> tuple[tuple[Replay, ...], int]:
+    """Return the replays that ran what most of them ran, and how many did not."""
+    ran = [tuple(sorted(replay.nodes)) for replay in replays]
+    counts = Counter(ran)
+    usual = max(counts, key=lambda nodes: (counts[nodes], len(nodes)))
+    whole = tuple(replay for replay, nodes in zip(replays, ran, strict=True) if nodes == usual)
+    return whole, len(replays) - len(whole)
+
+
+class _Ranges:
+    """Ranges that do not nest; says which of them holds a moment on a thread."""
+
+    def __init__(self, ranges: Iterable[NamedRange]) -> None:
+        self._of: dict[int, list[NamedRange]] = {}
+        for one in ranges:
+            self._of.setdefault(one.thread, []).append(one)
+        self._starts = {thread: [one.start_ns for one in of] for thread, of in self._of.items()}
+
+    def at(self, thread: int, moment: int) -> NamedRange | None:
+        index = bisect_right(self._starts.get(thread, ()), moment) - 1
+        found = self._of[thread][index] if index >= 0 else None
+        return found if found is not None and moment <= found.end_ns else None
+
+
+def _captured(export: Export, plan: Expected) -> dict[tuple[int, int], int | None]:
+    """Return the call that captured each node, by process and node, from whole captures of the plan.
+
+    Inside a capture's range there is one for each call, in the order of issue. A capture with other names or another
+    order (one that was given up, one of another version) says nothing.
+    """
+    order = plan.schedule.order
+    wanted = [plan.calls[call] for call in order]
+    names = set(wanted)
+    ranges = [one for one in export.ranges if one.text in names]
+    range_keys = [(one.thread, one.start_ns) for one in ranges]
+    node_keys = [(node.thread, node.start_ns) for node in export.created]
+    owners: dict[tuple[int, int], int | None] = {}
+    for whole in (one for one in export.ranges if one.text == plan.capture):
+        begin, end = (whole.thread, whole.start_ns), (whole.thread, whole.end_ns)
+        inside = ranges[bisect_left(range_keys, begin) : bisect_right(range_keys, end)]
+        if [one.text for one in inside] != wanted:
+            continue
+        held, call_of = _Ranges(inside), dict(zip(inside, order, strict=True))
+        for node in export.created[bisect_left(node_keys, begin) : bisect_right(node_keys, end)]:
+            one = held.at(node.thread, node.start_ns)
+            owners[process_of(node.thread), node.node] = call_of[one] if one else None
+    return owners
+
+
+def _source(export: Export, process: int, node: int) -> int:
+    """Return the captured node of which ``node`` is a copy, or a copy's copy."""
+    seen: set[int] = set()
+    while node not in seen and (process, node) in export.copied:
+        seen.add(node)
+        node = export.copied[process, node]
+    return node
+
+
+def _by_capture(
+    export: Export, plan: Expected, owners: Mapping[tuple[int, int], int | None], whole: Sequence[Replay]
+) -> Joined | None:
+    process = whole[0].process
+    places: dict[int, int] = {}
+    kinds: list[str] = []
+    calls: list[int | None] = []
+    for node, activity in sorted(_activities(whole[0]).items()):
+        key = process, _source(export, process, node)
+        if key in owners:
+            places[node] = len(places)
+            kinds.append(activity.kind)
+            calls.append(owners[key])
+    if not places:
+        return None
+    raw = RawGraph(tuple(range(len(calls))), tuple(kinds), (), tuple(calls))
+    return _joined("capture ranges", raw, places, whole, plan)
+
+
+def _by_place(export: Export, plan: Expected, whole: Sequence[Replay]) -> Joined | None:
+    process = whole[0].process
+    places: dict[int, int] = {}
+    for node, activity in _activities(whole[0]).items():
+        at = plan.places.get(node_of(_source(export, process, node)))
+        if at is not None and (activity.kind, _name(activity)) == plan.kernels[at][:2]:
+            places[node] = at
+    size = len(plan.kernels)
+    if 2 * len(places) < max(1, size, len(whole[0].nodes)):
+        return None
+    kinds, _, owners = zip(*plan.kernels, strict=True)
+    raw = RawGraph(tuple(range(size)), kinds, (), owners)
+    return _joined("graph node ids", raw, places, whole, plan)
+
+
+def _joined(way: Way, raw: RawGraph, places: Mapping[int, int], whole: Sequence[Replay], plan: Expected) -> Joined:
+    runs: dict[int, list[Activity]] = {}
+    for replay in whole:
+        for node, activity in zip(replay.nodes, replay.activities, strict=True):
+            if node in places:
+                runs.setdefault(places[node], []).append(activity)
+    once = {node: tuple(of) for node, of in sorted(runs.items()) if len(of) == len(whole)}
+    strangers = Counter(
+        _name(activity)
+        for node, activity in zip(whole[0].nodes, whole[0].activities, strict=True)
+        if node not in places
+    )
+    unexpected = strangers.total() * len(whole)
+    check = SelfCheck(len(raw.nodes), len(once), "graph node id", 0, unexpected)
+    if way == "capture ranges":
+        missing = Counter(name for _, name, _ in plan.kernels) - Counter(_name(of[0]) for of in once.values())
+    else:
+        missing = Counter(name for at, (_, name, _) in enumerate(plan.kernels) if at not in once)
+    return Joined(way, Told(once, check), raw, places, tuple(whole), 0, _sorted(missing), _sorted(strangers))
+
+
+def _sorted(counts: Counter[str]) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted(counts.items(), key=lambda one: (-one[1], one[0])))
+
+
+def _activities(replay: Replay) -> dict[int, Activity]:
+    return dict(zip(replay.nodes, replay.activities, strict=True))
+
+
+def _name(activity: Activity) -> str:
+    return activity.kind if activity.kind != "kernel" else short_kernel_name(activity.name)
+
+
+def _kernel(span: Span) -> tuple[str, str, int | None]:
+    name = short_kernel_name(span.name)
+    return name if name in TIMED else "kernel", name, span.call

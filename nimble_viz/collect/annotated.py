@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nimble_core.api.nimble import Nimble
-from nimble_core.ir.program import Call, Program
+from nimble_core.ir.program import Call
 from nimble_core.profiling.nvtx import Range, call_bytes, call_range, listener, make_range
 from nimble_core.torch_compat.autograd import current_node
 from nimble_core.torch_compat.dispatch import OpOverload, TorchDispatchMode
@@ -29,7 +29,7 @@ _AHEAD = 64
 
 
 @contextmanager
-def annotated(of: ReportData | Program | Nimble | None = None, name: str = "eager") -> Iterator[None]:
+def annotated(of: ReportData | Nimble | None = None, name: str = "eager") -> Iterator[None]:
     """Draw each call of an eager run under its name, in Nsight Systems or another NVTX tool.
 
     The ranges lie in the domain ``nimble``, inside one called ``name``. Each is named after its operator and module,
@@ -43,9 +43,9 @@ def annotated(of: ReportData | Program | Nimble | None = None, name: str = "eage
                 model(x)
 
     Args:
-        of: whose call indices to use: a report of this model, its eager Program, or a prepared ``Nimble``. Operators
-            that it does not know, in this order, have index -1. None: operators are counted in order, without views and
-            ``empty``, and bytes are those of their inputs.
+        of: whose call indices to use: a report of this model, or a prepared ``Nimble``. Operators that it does not
+            know, in this order, have index -1. None: operators are counted in order, without views and ``empty``, and
+            bytes are those of their inputs.
         name: name of the range around all of them.
 
     Raises:
@@ -61,19 +61,17 @@ def annotated(of: ReportData | Program | Nimble | None = None, name: str = "eage
         yield
 
 
-def _calls(of: ReportData | Program | Nimble | None) -> Sequence[Call]:
+def _calls(of: ReportData | Nimble | None) -> Sequence[Call]:
     match of:
         case None:
             return ()
         case ReportData():
             return of.eager_calls
-        case Program():
-            return of.calls
         case Nimble() if of.engines:
             recorded = of.engines[0].recorded
             return (recorded.eager or recorded).recording.program.calls
     given = "a Nimble that is not prepared" if isinstance(of, Nimble) else f"a {type(of).__name__}"
-    raise InputError(f"annotated(...) was given {given}", fix="a Report, a Program, a prepared Nimble, or nothing")
+    raise InputError(f"annotated(...) was given {given}", fix="a Report, a prepared Nimble, or nothing")
 
 
 class _EagerRanges(TorchDispatchMode):

@@ -101,8 +101,8 @@ def _comparison(
     from nimble_core.tracing.recorded import check_inputs
     from nimble_viz.collect.compare_training import Training
     from nimble_viz.collect.comparison import Comparison
-    from nimble_viz.collect.eager_runs import EagerRuns
     from nimble_viz.collect.peers import resolve_peers
+    from nimble_viz.collect.runs import EagerRuns
 
     peers = resolve_peers(against) if against else ()
     require_options(options)
@@ -139,7 +139,8 @@ def _measured(run: Comparison, progress: Progress | None) -> Report:
         finally:
             run.close()
     if found.interrupted:
-        warn(f"compare was interrupted: {found.missing(profiled=run.device.kind != 'fake')}")
+        rounds = min(len(taken.samples_ns) for taken in found.measurements.values())
+        warn(f"compare was interrupted: the report rests on {rounds} rounds of timing and is incomplete")
     return found.report()
 
 

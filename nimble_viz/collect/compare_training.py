@@ -63,14 +63,8 @@ class TrainingRun:
 
     Called with ``(inputs, targets)`` it returns what ``WholeStep`` does: loss, output, gradients by parameter name.
 
-    Args:
-        forward: the model, or what a peer made of it.
-        loss_fn: of output and targets; of the output alone if there are none.
-        optimizer: the run's own, of ``trained``; None: nothing is updated.
-        trained: parameters that ``forward`` reads, by name.
-        casting: mode around forward and loss.
-        scaler: the run's own, around a scale that runs may share.
-        clip_grad_norm: largest norm of all gradients together; None: no limit.
+    ``forward`` is the model, or what a peer made of it, and ``trained`` are the parameters that it reads. The optimizer
+    is the run's own, and so is the scaler, around a scale that runs may share.
     """
 
     def __init__(

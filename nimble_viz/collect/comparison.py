@@ -26,12 +26,11 @@ from nimble_core.utils.errors import NimbleError
 from nimble_core.utils.units import format_ns
 from nimble_core.validation.eager_cases import eager_cases, from_same_state
 from nimble_core.validation.equality import check_equality
-from nimble_viz.collect.eager_runs import EagerRuns
 from nimble_viz.collect.findings import Findings, dtype_of, name_of
 from nimble_viz.collect.overhead import measure_overhead
-from nimble_viz.collect.peer_runs import PeerRuns
 from nimble_viz.collect.peers import Peer
 from nimble_viz.collect.progress import Progress
+from nimble_viz.collect.runs import EagerRuns, PeerRuns
 from nimble_viz.report.data import EAGER_ALONE, EngineMemory
 
 if TYPE_CHECKING:
@@ -51,15 +50,7 @@ _COSTS_BOUND = 3.0
 
 
 class Comparison:
-    """Measures; ``findings`` is what is known at any time.
-
-    Args:
-        eager: the model and its inputs.
-        signature: of the inputs.
-        device: what runs it.
-        options: how to prepare.
-        against: peers to measure beside it.
-    """
+    """Measures; ``findings`` is what is known at any time."""
 
     def __init__(
         self, eager: EagerRuns, signature: Signature, device: Device, options: Options, against: Sequence[Peer]

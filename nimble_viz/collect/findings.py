@@ -32,12 +32,7 @@ __all__ = ["Findings", "dtype_of", "name_of"]
 class Findings:
     """What is known so far; ``report`` makes a Report of it at any time once the model is recorded.
 
-    Args:
-        model: its name.
-        dtype: of weights and inputs, and what they are cast to.
-        environment: the machine.
-        recorded: the model as eager runs it.
-        replayed: the model as it is replayed, perhaps with other kernels.
+    ``recorded`` is the model as eager runs it, ``replayed`` perhaps with other kernels.
     """
 
     model: str
@@ -68,23 +63,6 @@ class Findings:
         assert self.replayed is not None
         fuse = self.replayed.recording.program.fuse
         return {one.name: one.fuse for one in self.candidates}.get(name, fuse) == fuse
-
-    def missing(self, profiled: bool) -> str:
-        """Say what an interruption after the first round of timing left out.
-
-        Args:
-            profiled: whether eager would have been profiled.
-        """
-        rounds = min(len(taken.samples_ns) for taken in self.measurements.values())
-        watched = {line.run for line in self.timelines}
-        known = {
-            "whether outputs equal eager's": {check.name for check in self.checks}.issuperset(self.engine_bytes),
-            "when the calls of replays ran": watched.issuperset(self.schedules),
-            "where eager's host time goes": self.overhead is not None or not profiled,
-            "eager's memory": False,
-        }
-        lacks = ", ".join(name for name, there in known.items() if not there)
-        return f"the report rests on {rounds} rounds of timing and does not know {lacks}"
 
     def report(self) -> Report:
         """Return what is known, as one value."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,18 +15,18 @@ from nimble_core.ir.call_graph import CallGraph
 from nimble_core.ir.costs import uniform_costs
 from nimble_core.ir.environment import Environment
 from nimble_core.ir.measurement import Measurement
-from nimble_core.ir.program import Origin
+from nimble_core.ir.program import Call, Origin, Phase, Program
 from nimble_core.utils.errors import InputError
-from nimble_viz.collect.device_time import iteration_bound
-from nimble_viz.collect.eager_timeline import eager_timeline
+from nimble_viz.collect.intervals import covers, union
 from nimble_viz.collect.iterations import one_iteration
-from nimble_viz.collect.observed import observed
-from nimble_viz.collect.overhead import overhead_profile
+from nimble_viz.collect.matched_trace import Forest, MatchedTrace, eager_timeline, match_positions
+from nimble_viz.collect.overhead import iteration_bound, overhead_profile
 from nimble_viz.render.report import Report
-from nimble_viz.report.data import Sampling
-from nimble_viz.traces.chrome import MAX_BYTES, Recording, read_trace
+from nimble_viz.report.data import INPUT, Sampling, Stage
+from nimble_viz.traces.chrome import MAX_BYTES, Frame, Recording, read_trace
+from nimble_viz.traces.events import OperatorEvent, Trace, is_launch, outer_first
 
-__all__ = ["from_trace", "make_report"]
+__all__ = ["from_trace", "make_report", "observed"]
 
 
 class _Profiler(Protocol):
@@ -142,3 +144,191 @@ def make_report(
             loader_ns=loader_ns,
         ),
     )
+
+
+_AROUND = ("autograd::", "torch::autograd::")
+# They change how a tensor is seen, or make one without values: no work on any device.
+_NO_CALLS = re.compile(
+    "aten::(_?reshape_alias|_unsafe_view|adjoint|alias|as_strided|atleast_[123]d|broadcast_to|chunk|contiguous|detach_?|"
+    "diagonal|empty|empty_like|empty_strided|expand|expand_as|flatten|imag|is_[a-z_]+|lift|lift_fresh|m?T|mH|matrix_H|"
+    "movedim|narrow|new_empty|new_empty_strided|numel|numpy_T|permute|ravel|real|requires_grad_|reshape|reshape_as|"
+    "resize_|resolve_conj|resolve_neg|result_type|select|set_|size|slice|split|split_with_sizes|squeeze|stride|"
+    "swapaxes|swapdims|t|to|transpose|type_as|unbind|unflatten|unfold|unsafe_chunk|unsafe_split|unsqueeze|view|view_as|"
+    "view_as_complex|view_as_real)"
+)
+
+
+def observed(
+    trace: Trace,
+    frames: Sequence[Frame] = (),
+    seen: Sequence[Origin] = (),
+    backward_of: Mapping[tuple[int, int], tuple[int, int]] | None = None,
+) -> MatchedTrace:
+    """Make a Program of what the iteration did: calls by operator; a trace holds no tensors.
+
+    A call is an outermost operator, without autograd's wrappers around it: on CUDA one that launched something, on the
+    host one that is no view. The trace gets an operator for each launch that no operator issued (a CUDA graph, Triton).
+    Origins are those of ``seen``, matched by operator in order; else the Python functions and modules that were
+    running. A call of the backward has the origin of the forward call that made its node of autograd, if that is known.
+
+    ``seen`` are the origins of what another iteration dispatched, in order; ``backward_of`` is that of ``Recording``.
+    """
+    trace = _with_orphans(trace)
+    forest = Forest.of(trace.operators)
+    at = _calls(trace, forest)
+    phase_starts = [start for _, start, _ in trace.phases]
+    running = _Running(frames)
+    known = _known(forest, at, seen)
+    forward = _forward_calls(forest, at, backward_of or {})
+    calls: list[Call] = []
+    for index, position in enumerate(at):
+        event = forest.events[position]
+        operator = event.name.replace("::", ".", 1)
+        origin = known.get(index) or running.origin(operator, event)
+        if index in forward and forward[index] < index:
+            made_by = calls[forward[index]].origins[0]
+            origin = made_by if made_by.module or made_by.file else origin
+        before = bisect_right(phase_starts, event.start_ns) - 1
+        stage: Stage = trace.phases[before][0] if before >= 0 else "forward"
+        phase: Phase = "forward" if stage in INPUT else stage  # type: ignore[assignment]  # what is left is a Phase
+        calls.append(Call(index, operator, (), (), phase=phase, origins=(replace(origin, operator=operator),)))
+    program = Program(tuple(calls), (), (), (), device=trace.device)
+    return MatchedTrace.of(program, trace, tuple(enumerate(at)))
+
+
+def _calls(trace: Trace, forest: Forest) -> list[int]:
+    """Return the positions of the operators that are calls, in order."""
+    launches: dict[int, list[int]] = {}
+    for call in trace.runtime:
+        if is_launch(call.name):
+            launches.setdefault(call.thread, []).append(call.start_ns)
+
+    def launched(event: OperatorEvent) -> bool:
+        at = launches.get(event.thread, [])
+        return bisect_left(at, event.start_ns) < bisect_left(at, event.end_ns)
+
+    found, at = [], 0
+    while at < len(forest.events):
+        event, end = forest.events[at], forest.ends[at]
+        reaches = launched(event) if trace.device == "cuda" else _works(forest, at)
+        around = "::" not in event.name or event.name.startswith(_AROUND)
+        if around and not (trace.device == "cuda" and end == at + 1):  # a compiled kernel runs under its own name
+            at += 1
+            continue
+        if reaches:
+            found.append(at)
+        at = end
+    return found
+
+
+def _works(forest: Forest, at: int) -> bool:
+    """Say whether an operator on the host, or one inside it, is more than a view."""
+    inside = forest.events[at : forest.ends[at]]
+    return any("::" in event.name and not _NO_CALLS.fullmatch(event.name) for event in inside)
+
+
+def _with_orphans(trace: Trace) -> Trace:
+    """Add an operator to the trace for each launch outside all calls, named after what it launched."""
+    if trace.device != "cuda":
+        return trace
+    forest = Forest.of(trace.operators)
+    spans: dict[int, list[tuple[int, int]]] = {}
+    for at in _calls(trace, forest):
+        event = forest.events[at]
+        spans.setdefault(event.thread, []).append((event.start_ns, event.end_ns))
+    covered = {thread: union(own) for thread, own in spans.items()}
+    names: dict[int, str] = {}
+    for kernel in trace.kernels:
+        names.setdefault(kernel.correlation, kernel.name)
+    orphans = [
+        OperatorEvent(
+            event.name if "Graph" in event.name else names.get(event.correlation, event.name),
+            event.start_ns, event.end_ns, event.thread,
+        )
+        for event in trace.runtime
+        if is_launch(event.name) and not covers(covered.get(event.thread, []), event.start_ns)
+    ]  # fmt: skip
+    # "::" would make a kernel of a C++ namespace an operator of that namespace.
+    named = [replace(event, name=event.name.replace("::", ".")) for event in orphans]
+    return replace(trace, operators=outer_first([*trace.operators, *named])) if named else trace
+
+
+def _known(forest: Forest, at: Sequence[int], seen: Sequence[Origin]) -> dict[int, Origin]:
+    """Return, by call, the first origin of what was dispatched inside it."""
+    if not seen:
+        return {}
+    calls = tuple(Call(i, origin.operator, (), (), origins=(origin,)) for i, origin in enumerate(seen))
+    found: dict[int, Origin] = {}
+    for index, position in match_positions(Program(calls, (), (), ()), forest):
+        call = bisect_right(at, position) - 1
+        if call >= 0 and position < forest.ends[at[call]] and (seen[index].file or seen[index].module):
+            found.setdefault(call, seen[index])
+    return found
+
+
+def _forward_calls(
+    forest: Forest, at: Sequence[int], backward_of: Mapping[tuple[int, int], tuple[int, int]]
+) -> dict[int, int]:
+    """Return, by call of the backward, the call of the forward that made the node around it."""
+    if not backward_of:
+        return {}
+    position_of = {(event.thread, event.start_ns): i for i, event in reversed(list(enumerate(forest.events)))}
+    found: dict[int, int] = {}
+    for index, position in enumerate(at):
+        around = position
+        while around >= 0:
+            event = forest.events[around]
+            made = backward_of.get((event.thread, event.start_ns))
+            if made is not None and made in position_of:
+                call = bisect_right(at, position_of[made]) - 1
+                if call >= 0 and position_of[made] < forest.ends[at[call]]:
+                    found[index] = call
+                break
+            around = forest.parents[around]
+    return found
+
+
+class _Running:
+    """Knows which Python functions and modules were running when."""
+
+    def __init__(self, frames: Sequence[Frame]) -> None:
+        self.by_thread: dict[int, list[Frame]] = {}
+        self.parents: dict[int, list[int]] = {}
+        for frame in frames:  # sorted by start, outer first
+            own = self.by_thread.setdefault(frame.thread, [])
+            parents = self.parents.setdefault(frame.thread, [])
+            around = len(own) - 1
+            while around >= 0 and own[around].end_ns < frame.end_ns:
+                around = parents[around]
+            own.append(frame)
+            parents.append(around)
+        self.starts = {thread: [frame.start_ns for frame in own] for thread, own in self.by_thread.items()}
+
+    def origin(self, operator: str, event: OperatorEvent) -> Origin:
+        """Return the modules around ``event``, and file and line of the innermost function outside torch."""
+        own = self.by_thread.get(event.thread, [])
+        at = bisect_right(self.starts.get(event.thread, []), event.start_ns) - 1
+        modules: list[str] = []
+        file, line = "", 0
+        while at >= 0:
+            frame = own[at]
+            if frame.end_ns >= event.end_ns:
+                if frame.name.startswith("nn.Module: "):
+                    modules.append(frame.name.removeprefix("nn.Module: "))
+                elif not file:
+                    file, line = _place(frame.name)
+            at = self.parents[event.thread][at]
+        return Origin(operator, ".".join(reversed(modules)), file, line)
+
+
+def _place(name: str) -> tuple[str, int]:
+    """Return file and line of a function of the user's, from ``"file.py(12): name"``.
+
+    >>> _place("model.py(12): forward"), _place("torch/nn/functional.py(3): relu"), _place("<built-in method add>")
+    (('model.py', 12), ('', 0), ('', 0))
+    """
+    place, colon, _ = name.partition("): ")
+    file, bracket, line = place.rpartition("(")
+    if not colon or not bracket or not line.isdecimal() or len(line) > 9 or not file.endswith(".py"):
+        return "", 0
+    return ("", 0) if file.startswith("torch/") or "/torch/" in file else (file, int(line))

@@ -11,21 +11,21 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Literal
 
 from nimble_core.ir.program import Program
 from nimble_core.ir.timeline import Timeline
 from nimble_core.utils.units import format_ns, format_percent
-from nimble_viz.collect.device_time import device_idle
-from nimble_viz.collect.eager_timeline import eager_timeline
 from nimble_viz.collect.host_syncs import blocking_copies, host_syncs
 from nimble_viz.collect.intervals import covers, union
-from nimble_viz.collect.matched_trace import Forest, MatchedTrace
-from nimble_viz.report.data import STAGES, CallOverhead, OverheadProfile, PhaseOverhead
+from nimble_viz.collect.matched_trace import Forest, MatchedTrace, eager_timeline
+from nimble_viz.report.data import INPUT, STAGES, Bound, CallOverhead, DeviceIdle, OverheadProfile, PhaseOverhead
 from nimble_viz.traces.events import PRINT, Trace, is_launch, is_synchronisation
 from nimble_viz.traces.profiler import profile_eager
 
-__all__ = ["measure_overhead", "overhead_profile"]
+__all__ = ["device_idle", "iteration_bound", "measure_overhead", "overhead_profile"]
+
 
 MATCHED_BOUND = 0.95
 """Below this share of calls found in the profile the split is marked as doubtful."""
@@ -58,15 +58,8 @@ def measure_overhead(
 ) -> tuple[OverheadProfile, Timeline]:
     """Profile ``run``, the eager model that ``program`` was recorded from, and split its host time.
 
-    Args:
-        program: what ``run`` does, as recorded.
-        run: one eager iteration, without waiting for the device.
-        device: what it runs on.
-        unprofiled_ns: median wall time of ``run(); synchronize()`` without a profiler.
-        synchronize: waits until the device is idle; does nothing on the host.
-
-    Raises:
-        DeviceError: another profiler is running in this process.
+    ``unprofiled_ns`` is the median wall time of ``run(); synchronize()`` without a profiler. ``synchronize`` waits
+    until the device is idle, and does nothing on the host. Raises DeviceError if another profiler runs in this process.
     """
     trace = profile_eager(run, device=device, synchronize=synchronize)
     if trace.warnings:
@@ -79,31 +72,12 @@ def measure_overhead(
 
 
 def overhead_profile(matched: MatchedTrace, unprofiled_ns: float) -> OverheadProfile:
-    """Split the profiled iteration's host time over the calls.
+    """Split the profiled iteration's host time over the calls. O(n log n) for n events, see ``align``.
 
-    The host time of a call begins where that of the previous matched call ended, and lasts to the end of the outermost
-    operator around it (``aten::linear`` around ``aten::addmm``). Views, ``empty`` and other operators that are no call
-    of the Program count for the next call. Every nanosecond has one cause, the first that fits:
-
-    - waiting for the data loader (``loader_ns``) or for the device (``waiting_ns``; ``host_syncs`` say where);
-    - launch: ``cudaLaunchKernel``, ``cudaMemcpyAsync``, ...;
-    - allocation: ``cudaMalloc``, ``aten::empty``, ...;
-    - dispatch: an operator or autograd node is active. After the call's last launch (on the host: once its own operator
-      has returned) it is the call's tail, the cost of unwinding;
-    - Python: none is.
-
-    On the host no event tells an operator's own computing from its dispatch, so ``work_ns`` is an *estimate*: the self
-    time of the call's operator and of those inside it, each less ``trace.floor_ns`` (what the profiler shows for an
-    operator with next to nothing to do), never below 0. The floor is measured with warm caches, so work is rather too
-    high and dispatch too low. All host overhead is exposed there. On CUDA ``work_ns`` is GPU time, no part of the
-    host's sum.
-
-    Calls of the optimizer that were not found share one row, for the time up to the end of its phase: an eager
-    optimizer makes many small calls where a captured one makes a few fused ones, so no operator is one of them.
-
-    For each device, the rows' overhead (on the host: and work) plus ``waiting_ns``, ``loader_ns`` and ``remainder_ns``
-    is ``profiled_ns``, exactly. ``profiled_ns`` includes the wait for the device at the end. Time is O(n log n) for n
-    events, see ``align``.
+    docs/profiling.md defines the parts. Every nanosecond has one cause, and for each device the rows' overhead (on the
+    host: and work) plus ``waiting_ns``, ``loader_ns`` and ``remainder_ns`` is ``profiled_ns``, exactly. Calls of the
+    optimizer that were not found share one row: an eager optimizer makes many small calls where a captured one makes a
+    few fused ones, so no operator is one of them.
 
     ``unprofiled_ns`` is the median wall time of an iteration without the profiler, 0 if unknown.
     """
@@ -362,3 +336,52 @@ def _source(trace: Trace) -> str:
     if trace.device == "cuda":
         return f"{rounds}; work is GPU time"
     return f"{rounds}; work is estimated: operator self time less a floor of {trace.floor_ns:.0f} ns each"
+
+
+def device_idle(trace: Trace) -> DeviceIdle:
+    """Say why the device idled: each gap between its busy stretches, by what ended it. O(n log n).
+
+    docs/profiling.md defines the causes. The usual latency is the median over launches that found the device idle.
+    """
+    launched = {event.correlation: event.start_ns for event in trace.runtime if event.correlation}
+    inside = [kernel for kernel in trace.kernels if kernel.end_ns > trace.start_ns and kernel.start_ns < trace.end_ns]
+    gaps: list[tuple[int, int, int | None]] = []  # start, end, launch of what ended it
+    reached = trace.start_ns
+    for kernel in sorted(inside, key=lambda kernel: (kernel.start_ns, kernel.end_ns)):
+        if kernel.start_ns > reached:
+            gaps.append((reached, kernel.start_ns, launched.get(kernel.correlation)))
+        reached = max(reached, min(kernel.end_ns, trace.end_ns))
+    found: Counter[str] = Counter(host_late=max(0, trace.end_ns - reached))
+    usual = median([end - at for start, end, at in gaps if at is not None and start <= at <= end] or [0])
+    for start, end, at in gaps:
+        if at is None:
+            found["unknown"] += end - start
+            continue
+        late = min(max(at - start, 0), end - start)  # clocks disagree by microseconds: a kernel may precede its launch
+        latency = end - start - late if at >= start else min(end - start, max(0, round(at + usual) - start))
+        found["host_late"] += late
+        found["launch"] += latency
+        found["dependency"] += end - start - late - latency
+    return DeviceIdle(
+        host_late_ns=float(found["host_late"]),
+        launch_ns=float(found["launch"]),
+        dependency_ns=float(found["dependency"]),
+        unknown_ns=float(found["unknown"]),
+    )
+
+
+def iteration_bound(trace: Trace, profile: OverheadProfile) -> Bound:
+    """Say what the wall time went to: waiting for input, work of the device, or the host's overhead.
+
+    Each nanosecond counts once, as docs/profiling.md defines it. O(n log n).
+    """
+    spans = union([(start, end) for name, start, end in trace.phases if name in INPUT])
+    feeding = sum(end - start for start, end in spans)
+    if trace.device == "cpu":
+        own = sum(one.work_ns for one in profile.phases if one.phase in INPUT)
+        work = max(0.0, min(profile.device_busy_ns - own, float(trace.length_ns - feeding)))
+        return Bound(float(feeding), work, trace.length_ns - feeding - work)
+    busy = union([(max(k.start_ns, trace.start_ns), min(k.end_ns, trace.end_ns)) for k in trace.kernels])
+    device = sum(end - start for start, end in busy)
+    either = sum(end - start for start, end in union([*busy, *spans]))
+    return Bound(float(either - device), float(device), float(trace.length_ns - either))

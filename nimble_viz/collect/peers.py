@@ -31,7 +31,7 @@ from nimble_core.tracing.pytree import Structure, builder, flatten
 from nimble_core.tracing.signature import Signature
 from nimble_core.utils.errors import InputError
 
-__all__ = ["Peer", "Run", "TrainablePeer", "close", "peer", "peer_names", "resolve_peers", "twin_of"]
+__all__ = ["Peer", "Run", "close", "peer", "peer_names", "resolve_peers", "twin_of"]
 
 Run = Callable[..., Any]
 """Called like the model, with inputs of the signature it was prepared for; returns what the model returns."""
@@ -68,22 +68,10 @@ class Peer(Protocol):
         returned may have a ``close()`` that frees what it holds, and a ``note`` that says what readers of its times
         should know.
 
-        Raises:
-            Exception: this model or machine is not for this peer; the message says why.
-        """
-
-
-@runtime_checkable
-class TrainablePeer(Peer, Protocol):
-    """A peer that can also train; a comparison of training steps leaves out those that cannot."""
-
-    def prepare_training(self, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Run:
-        """Make ``model`` ready to train on inputs like these.
-
-        ``model`` is a copy of the user's modules, for this peer alone, around the same memory, with parameters of its
-        own. Called with autograd, and under autocast where steps are, and so is what it returns, whose results autograd
-        differentiates with respect to ``model.parameters()``. Loss and optimizer are the caller's: forward and backward
-        are to be made ready.
+        A peer that also trains has ``prepare_training(model, args, kwargs)``. There ``model`` is a copy of the user's
+        modules for this peer alone, with parameters of its own around the same memory. It is called with autograd, and
+        under autocast where steps are, and so is what it returns, whose results autograd differentiates with respect to
+        ``model.parameters()``. Forward and backward are to be made ready; loss and optimizer are the caller's.
 
         Raises:
             Exception: this model or machine is not for this peer; the message says why.
@@ -92,7 +80,7 @@ class TrainablePeer(Peer, Protocol):
 
 def peer_names() -> tuple[str, ...]:
     """Return the names that ``peer`` knows, with every mode of ``torch.compile``."""
-    compiled = ["compile" if mode == "default" else f"compile:{mode}" for mode in _modes()]
+    compiled = ["compile" if mode == "default" else f"compile:{mode}" for mode in MODE_OPTIONS.require()()]
     return ("torchscript", *compiled, *(f"{name}+freezing" for name in compiled), "cuda-graph", "eager-tuned")
 
 
@@ -156,10 +144,6 @@ def close(run: Run | None) -> None:
     getattr(run, "close", lambda: None)()
 
 
-def _modes() -> list[str]:
-    return list(MODE_OPTIONS.require()())
-
-
 def twin_of(model: Callable[..., Any]) -> Callable[..., Any]:
     """Copy the modules around the same memory, so that marks left on modules and tensors go with the copy.
 
@@ -176,11 +160,6 @@ def twin_of(model: Callable[..., Any]) -> Callable[..., Any]:
             trained = parameter.requires_grad and not parameter.is_inference()
             memo[id(parameter)] = torch.nn.Parameter(parameter.detach(), requires_grad=trained)
         return copy.deepcopy(model, memo)
-
-
-def _require_no_autograd() -> None:
-    if torch.is_grad_enabled():
-        raise InputError("peers run without autograd", fix="prepare and run under torch.inference_mode()")
 
 
 def _bound(signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -228,7 +207,6 @@ class _TorchScript:
     name: str = "torchscript"
 
     def prepare(self, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Run:
-        _require_no_autograd()
         signature, outputs = Signature(args, kwargs), list[Structure]()
         flat = _Flat(twin_of(model), signature.structure, outputs)
         with warnings.catch_warnings():
@@ -258,7 +236,6 @@ class _Compile:
     name: str
 
     def prepare(self, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Run:
-        _require_no_autograd()
         way, _, freezing = self.name.partition("+")
         with warnings.catch_warnings():
             # torch's notices about its own code, and advice on settings, which are the user's.
@@ -350,7 +327,6 @@ class _CudaGraph:
     name: str = "cuda-graph"
 
     def prepare(self, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Run:
-        _require_no_autograd()
         signature = Signature(args, kwargs)
         if signature.device.type != "cuda":
             raise InputError(f"CUDA graphs run on CUDA only, the inputs are on {signature.device}")
@@ -416,7 +392,6 @@ class _EagerTuned:
     name: str = "eager-tuned"
 
     def prepare(self, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Run:
-        _require_no_autograd()
         signature = Signature(args, kwargs)
         images = [position for position, tensor in enumerate(signature.tensors) if tensor.dim() == 4]
         convolves = isinstance(model, torch.nn.Module) and any(weight.dim() == 4 for weight in model.parameters())

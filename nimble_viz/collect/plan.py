@@ -151,13 +151,13 @@ def _named(model: object, kwargs: object) -> dict[str, Any]:
     import torch
 
     from nimble_core.tracing.recorded import require_callable
+    from nimble_core.tracing.signature import require_initialised
 
     require_callable(model)
     if not isinstance(kwargs or {}, Mapping):
         raise InputError(f"kwargs is a {type(kwargs).__name__}", fix="a dict of the model's keyword inputs")
     for name, parameter in model.named_parameters() if isinstance(model, torch.nn.Module) else ():
-        if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
-            raise InputError(f"parameter {name} is not initialised", fix="run the model once on an example input first")
+        require_initialised(name, parameter)
     return dict(kwargs or {})  # type: ignore[call-overload, no-any-return]  # a mapping, as was checked
 
 

@@ -7,9 +7,11 @@ optimizer or a call of the outermost module, whichever is found; or what ``step(
 
 from __future__ import annotations
 
+import runpy
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from inspect import isasyncgen, iscoroutine, isgenerator
 from pathlib import Path
@@ -26,18 +28,18 @@ from nimble_core.profiling.machine import environment, finish
 from nimble_core.utils.errors import InputError, ReportFileError
 from nimble_core.utils.interrupts import interrupts_postponed
 from nimble_core.utils.units import format_ns
-from nimble_viz.collect.dispatch_origins import DispatchOrigins
 from nimble_viz.collect.from_trace import make_report
 from nimble_viz.collect.iterations import LOADER, TICK
-from nimble_viz.collect.loop_hooks import LoopHooks
 from nimble_viz.collect.sampler import KIND_WORDS, Action, Counts, Kind, Sampler
 from nimble_viz.collect.sources import read_sources
+from nimble_viz.collect.watchers import DispatchOrigins, LoopHooks
 from nimble_viz.render.report import Report
 from nimble_viz.traces.chrome import Recording, read_trace
 from nimble_viz.traces.events import RUN
 from nimble_viz.traces.profiler import Running, calibrate
 
-__all__ = ["Profiling", "profile"]
+__all__ = ["Profiling", "profile", "profile_script"]
+
 
 _Batch = TypeVar("_Batch")
 _OTHER_THREADS = "what other threads run is not seen: enter profile() in the thread that runs the loop"
@@ -338,3 +340,57 @@ class _Session:
             path = Path(folder) / "trace.json"
             self._profiler.export_chrome_trace(str(path))
             return read_trace(path)
+
+
+def profile_script(
+    path: Path, arguments: list[str], counts: Counts, *, stop: bool = False
+) -> tuple[Report, int | Exception]:
+    """Run a script under ``profile``; return a Report, and its exit code or the error that ended it.
+
+    Args:
+        path: the script; it runs as ``__main__``.
+        arguments: its ``sys.argv[1:]``.
+        counts: iterations to let go by, to time and to profile.
+        stop: end the script once that is done.
+
+    Raises:
+        InputError: no such script, no Python, or it ran no operator. Errors of a script that ran none propagate.
+        SystemExit: it ran no operator, and ended with an exit code of its own.
+    """
+    if not path.is_file():
+        raise InputError(f"there is no file {path}", fix="give the path of a Python script, then its arguments")
+    with path.open("rb") as file:
+        if b"\0" in file.read(4096):
+            raise InputError(f"{path} is no Python script", fix=f"if it is a report: python -m nimble_viz show {path}")
+    code, complete = 0, True
+    run = Profiling(counts, subject=path.name, stop=stop)
+    try:
+        with _script_arguments(path, arguments), run:
+            try:
+                runpy.run_path(str(path), run_name="__main__")
+            except SystemExit as ended:
+                code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+                if isinstance(ended.code, str):
+                    print(ended.code, file=sys.stderr)
+            except KeyboardInterrupt:
+                code, complete = 130, False
+    except Exception as error:
+        if run.found:
+            return run.report, error
+        if code:
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(code) from error
+        raise
+    return replace(run.report, complete=complete), code
+
+
+@contextmanager
+def _script_arguments(path: Path, arguments: list[str]) -> Iterator[None]:
+    """Set ``sys.argv`` and ``sys.path`` as for a script that is run by itself; put them back afterwards."""
+    argv, first = sys.argv, sys.path[:]
+    sys.argv = [str(path), *arguments]
+    sys.path[:1] = [str(path.resolve().parent)]
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, first

@@ -179,12 +179,9 @@ class NotebookProgress(Progress):
 
 def default_progress() -> Progress:
     """Return a visible progress in a terminal or a notebook, a silent one elsewhere."""
-    if "ipykernel" in sys.modules and _in_kernel():
-        return NotebookProgress()
+    if "ipykernel" in sys.modules:
+        from IPython import get_ipython
+
+        if hasattr(get_ipython(), "kernel"):
+            return NotebookProgress()
     return TerminalProgress() if sys.stderr.isatty() else Progress()
-
-
-def _in_kernel() -> bool:
-    from IPython import get_ipython
-
-    return hasattr(get_ipython(), "kernel")

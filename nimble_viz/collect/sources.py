@@ -9,14 +9,12 @@ from __future__ import annotations
 import ast
 import linecache
 import sys
-import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from nimble_core.ir.program import Call
-from nimble_core.utils.locks import free_after_fork
 from nimble_viz.report.data import SourceLines
 
 __all__ = ["MAX_CHARACTERS", "code_around", "pass_over_machinery", "read_sources", "text_of"]
@@ -25,8 +23,6 @@ MAX_CHARACTERS = 200_000
 """Most text that a report carries; functions with the most calls come first."""
 
 _AROUND = 3
-_parsing = free_after_fork(threading.Lock())
-"""Some releases of Python 3.11 count the depth of a parse for all threads together, and fail if two parse at once."""
 _CELL_MAGIC = "get_ipython().run_cell_magic("
 _MACHINERY = (
     "nimble_viz", "IPython", "ipykernel", "ipykernel_launcher", "ipywidgets", "traitlets", "tornado", "asyncio",
@@ -81,8 +77,7 @@ def code_around(text: str, lines: Iterable[int]) -> list[tuple[int, int, str]]:
     >>> code_around("class A:\n  def f(self):\n    return 1\nx = (1 +\n  2)\n", [3, 5])
     [(2, 3, 'A.f'), (4, 5, '')]
     """
-    with _parsing:
-        tree = ast.parse(text)
+    tree = ast.parse(text)
     functions, statements = list(_functions(tree)), list(_statements(tree))
     found: set[tuple[int, int, str]] = set()
     for line in lines:
@@ -113,7 +108,7 @@ def _of_file(file: str, used: Counter[int]) -> Iterator[tuple[SourceLines, int]]
             pieces = code_around("".join(text), used)
         except (SyntaxError, ValueError, RecursionError):
             note = "no Python code"
-        except SystemError:  # somebody else parsed meanwhile
+        except SystemError:  # some releases of Python 3.11 fail if two threads parse at once
             note = "not read: Python failed to parse it"
     if text is None or note:
         yield SourceLines(file, min(used), "", (), note), used.total()

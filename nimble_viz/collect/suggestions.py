@@ -32,18 +32,12 @@ def nearest(name: str, known: Iterable[str], most: int = 1, least: float = 0.6) 
 def refuse_unknown(function: Callable[..., Any], unknown: Mapping[str, object]) -> None:
     """Raise InputError for the first of these keywords, with what to write instead.
 
-    It may be misspelt, a field of ``Options``, or an input of the model.
-
-    Args:
-        function: has ``kwargs`` and ``options`` among its keywords.
-        unknown: keywords that it was given and does not have.
+    It may be misspelt, a field of ``Options``, or an input of the model. ``function`` has ``kwargs`` and ``options``.
     """
     for name in unknown:
         known = (one.name for one in inspect.signature(function).parameters.values() if one.kind is one.KEYWORD_ONLY)
         near = nearest(name, known)
-        if name == "training":
-            fix = "compare(..., training=True, loss_fn=...) is of training steps"
-        elif like := option_like(name):
+        if like := option_like(name):
             fix = f"options=Options({like}=...)"
         elif near:
             fix = f"{near[0]}=...; or, if it is an input of the model, kwargs={{{name!r}: ...}}"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +15,37 @@ from nimble_core.scheduling.options import Options
 from nimble_viz.collect.compare import compare
 from nimble_viz.collect.progress import Progress
 from nimble_viz.render.report import Report
+
+
+class Spy(Progress):
+    """Remembers the steps; raises when the one called ``at`` begins (``late``: ends), or at round ``round_``."""
+
+    def __init__(
+        self, at: str = "", error: BaseException | None = None, round_: int = 0, *, late: bool = False
+    ) -> None:
+        super().__init__()
+        self.at, self.error, self.round, self.late = at, error, round_, late
+        self.names: list[str] = []
+        self.finished = False
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[Any]:
+        self.names.append(name)
+        fails = name == self.at and not self.round
+        with super().step(name) as step:
+            if fails and not self.late:
+                raise self.error or KeyboardInterrupt
+            yield step
+            if fails:
+                raise self.error or KeyboardInterrupt
+
+    def advance(self, done: int, total: int) -> None:
+        if done == self.round:
+            raise KeyboardInterrupt
+
+    def finish(self) -> None:
+        self.finished = True
+
 
 FAST = Options(fuse="none", budget_s=0.05)
 ONE = Options(fuse="none", policy="single", tune="off", budget_s=0.05)

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from nimble_core.ir.program import Call, Origin, Program
 from nimble_core.ir.timeline import Timeline
-from nimble_viz.collect.eager_timeline import eager_timeline
-from nimble_viz.collect.matched_trace import MatchedTrace
+from nimble_viz.collect.matched_trace import MatchedTrace, eager_timeline
 from nimble_viz.collect.overhead import overhead_profile
 from nimble_viz.report.data import OverheadProfile
 from nimble_viz.traces.events import DeviceEvent, OperatorEvent, RuntimeEvent, Trace, outer_first

@@ -242,7 +242,7 @@ def test_what_follows_the_script_is_its_own(monkeypatch: pytest.MonkeyPatch) -> 
         run.append((script.name, *given, named))
         return sample_report(12), 7
 
-    monkeypatch.setattr("nimble_viz.collect.profile_script.profile_script", profile_script)
+    monkeypatch.setattr("nimble_viz.collect.profile.profile_script", profile_script)
     assert main(["profile", "--quiet", "--stop", "--timed", "4", "train.py", "--html", "--epochs", "3"]) == 7
     assert run == [("train.py", ["--html", "--epochs", "3"], Counts(3, 4, 3), {"stop": True})]
 

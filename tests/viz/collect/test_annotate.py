@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import csv
+import random
 import sqlite3
 import subprocess
 import sys
+from collections import Counter
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-import nimble_viz.render.html
 import nimble_viz.render.text
-from nimble_core.utils.errors import InputError, ReportFileError
+from nimble_core.ir.timeline import Timeline
+from nimble_core.profiling.kernel_matching import replay_timeline
+from nimble_core.utils.errors import InputError
 from nimble_viz import annotate, load
 from nimble_viz.analysis.timeline import axis_note
 from nimble_viz.cli.command import main
-from nimble_viz.collect.annotate import COLUMNS
+from nimble_viz.collect.annotate import COLUMNS, Expected, Joined, expected, join
 from nimble_viz.render.report import Report
 from nimble_viz.report.consistency import check_report
-from tests.support.nsys_exports import Ran, profile_of, write_export
+from nimble_viz.traces.nsight import Export, read_export
+from tests.support.nsys_exports import PID, TID, Profile, Ran, profile_of, write_export
 from tests.support.nvtx_tool import listened
 from tests.support.sample_reports import fused_report, profile_report, sample_report, training_report
 
@@ -33,8 +40,6 @@ def profiled(report: Report) -> Report:
     schedule = report.schedule(report.chosen)
     assert schedule is not None
     names = {call: ["kernel"] for call in range(len(report.program.calls))}
-    from tests.viz.collect.test_match_replays import seen_before
-
     return replace(report, timelines=(report.timelines[0], seen_before(report, names)))
 
 
@@ -48,6 +53,7 @@ def test_the_replay_is_that_of_the_profile(tmp_path: Path, make: type[Report]) -
     assert line is not None
     assert schedule is not None
     assert (line.source, line.clock, line.reliable) == ("measured", "Nsight Systems, GPU clock", True)
+    assert "in a run of its own, by Nsight Systems" in axis_note(found.report)
     told = "from p.sqlite, 3 replays, by the NVTX ranges in which the graph's nodes were captured"
     assert line.note.startswith(f"{told}; kernels of the report's replay that this one does not run: ")
     middle = [one for one in profile.ran if one.launch == 101]  # each replay takes a little longer than the last
@@ -65,36 +71,11 @@ def test_the_replay_is_that_of_the_profile(tmp_path: Path, make: type[Report]) -
     assert line.unprofiled_ns == (known.median_ns if known else 0)
 
 
-def test_what_was_annotated_is_a_report_like_any_other(tmp_path: Path) -> None:
-    report = sample_report(40)
-    found = annotate(write_export(tmp_path / "p.sqlite", profile_of(report, report.chosen)), report).report
-    assert load(check_report(found).save(tmp_path / "r.nimble")) == found
-    assert "Nsight Systems, GPU clock" in nimble_viz.render.html.page(found)
-    found.export(tmp_path / "t.json")
-    assert "Nsight Systems" in (tmp_path / "t.json").read_text()
-    assert axis_note(found).startswith(
-        "Kernels of all runs are timed by the GPU's clock, through CUPTI or torch.profiler; "
-        "nimble replay in a run of its own, by Nsight Systems; "
-    )
-    assert axis_note(found) in " ".join(found.to_text(200).split())
-
-
-def test_its_node_ids_tell_the_next_profile(tmp_path: Path) -> None:
-    report = sample_report(40)
-    first = annotate(write_export(tmp_path / "a.sqlite", profile_of(report, report.chosen)), report).report
-    other = profile_of(report, report.chosen, graph=50, marked=False)
-    found = annotate(write_export(tmp_path / "b.sqlite", other), first)
-    assert (found.joined.way, found.check.passed) == ("graph node ids", True)
-    without = replace(first, timelines=tuple(replace(line, nodes=()) for line in first.timelines))
-    with pytest.raises(InputError, match="the ranges of the capture tell the calls"):
-        annotate(tmp_path / "b.sqlite", without)
-
-
 def test_a_report_that_could_not_see_its_kernels(tmp_path: Path) -> None:
     report = sample_report(40, timelines=False)  # as compare makes it under Nsight Systems
     path = write_export(tmp_path / "p.sqlite", profile_of(report, report.chosen))
     found = annotate(path, report)
-    assert found.check.passed
+    assert (found.check.passed, found.notes) == (True, ())
     assert [line.run for line in found.report.timelines] == [report.chosen]
     unmarked = write_export(tmp_path / "q.sqlite", profile_of(report, report.chosen, marked=False))
     with pytest.raises(InputError, match="--trace=cuda,nvtx"):
@@ -170,9 +151,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     out = {suffix: tmp_path / f"out.{suffix}" for suffix in ("nimble", "html", "json")}
     for one in out.values():
         assert main(["annotate", path, "--report", saved, "-o", str(one)]) == 0
-    assert load(out["nimble"]) == annotate(path, saved).report
-    assert "Nsight Systems" in out["html"].read_text(encoding="utf-8")
-    assert "Nsight Systems" in out["json"].read_text(encoding="utf-8")
+    assert load(out["nimble"]) == check_report(annotate(path, saved).report)
+    for one in (out["html"], out["json"]):
+        assert "Nsight Systems" in one.read_text(encoding="utf-8")
     assert capsys.readouterr().out.count("40 of 40 nodes seen in every replay") == 3
     assert main(["annotate", path, "--report", saved, "--csv", str(tmp_path / "rows.csv")]) == 0
     assert (tmp_path / "rows.csv").read_text().startswith("globalPid,correlationId,graphNodeId,start,end,streamId,")
@@ -181,12 +162,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["annotate", str(tmp_path / "none.sqlite"), "--report", saved]) == 2
     assert main(["annotate", saved, "--report", saved]) == 2
     assert "not an SQLite database" in capsys.readouterr().err
-
-
-def test_a_report_in_the_place_of_the_export() -> None:
-    path = Path(__file__).parents[3] / "examples" / "recordings" / "clip-h200.nimble"
-    with pytest.raises(ReportFileError, match="not an SQLite database"):
-        annotate(path, path)
 
 
 def test_torch_is_not_needed(tmp_path: Path) -> None:
@@ -199,13 +174,6 @@ def test_torch_is_not_needed(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert (done.stdout, done.returncode) == ("0\n", 0), done.stderr
-
-
-def test_nothing_is_noted_where_nothing_differs(tmp_path: Path) -> None:
-    report = sample_report(40)
-    found = annotate(write_export(tmp_path / "p.sqlite", profile_of(report, report.chosen)), report)
-    assert found.check.passed
-    assert found.notes == ()
 
 
 COMPARED = """
@@ -230,3 +198,152 @@ def test_the_ranges_that_a_tool_hears_are_those_that_are_looked_for(tmp_path: Pa
     (capture,) = {tuple(call.message for call in one.inside) for one in heard if one.category == "capture"}
     assert list(capture) == [text for *_, text in made.ranges if text not in wanted]
     assert annotate(write_export(tmp_path / "p.sqlite", made), report, "single").joined.way == "capture ranges"
+
+
+Names = dict[int, list[str]]
+
+
+def exported(profile: Profile) -> Export:
+    with TemporaryDirectory() as folder:
+        return read_export(write_export(Path(folder) / "profile.sqlite", profile))
+
+
+def plan_of(report: Report, line: Timeline | None = None) -> Expected:
+    schedule = report.schedule(report.chosen)
+    assert schedule is not None
+    return expected(report.program, schedule, line)
+
+
+def seen_before(report: Report, names: Names) -> Timeline:
+    """The plan's replay as a report holds it, node ids included."""
+    joined = join(exported(profile_of(report, report.chosen, 1, names=names, graph=3)), plan_of(report))
+    schedule = report.schedule(report.chosen)
+    assert schedule is not None
+    return replay_timeline(joined.told, joined.raw, schedule, 1, clock="CUPTI activity")
+
+
+def calls(joined: Joined) -> dict[int, int | None]:
+    return {node: joined.call(node) for node in joined.replays[0].nodes}
+
+
+@st.composite
+def reports(draw: st.DrawFn) -> tuple[Report, Names]:
+    """A report, and the kernels that each of its calls launches: none, one or more, often of one name."""
+    report = sample_report(draw(st.integers(1, 24)), width=draw(st.integers(1, 4)))
+    kernels = st.lists(st.sampled_from(["gemm", "add", "memcpy", "memset"]), max_size=3)
+    names = {call.index: draw(kernels) for call in report.program.calls}
+    if not any(names.values()):
+        names[0] = ["gemm"]
+    return report, names
+
+
+def disturbed(profile: Profile, seed: int) -> Profile:
+    """Rows in any order, work outside graphs, launches of another graph, a replay of which the end is missing.
+
+    And another process, and a capture that was given up.
+    """
+    whole, *inside = (one for one in profile.ranges if one[1] < min(at for _, at in profile.launches.values()))
+    profile.ranges += [(TID, whole[2] + 1, whole[2] + 50, whole[3]), (TID, whole[2] + 2, whole[2] + 10, inside[0][3])]
+    profile.nodes.append((TID, whole[2] + 5, 99 << 32, None))
+    last = max(profile.launches)
+    cut = [one for one in profile.ran if one.launch == last]
+    profile.ran += [replace(one, launch=last + 1) for one in cut[: len(cut) // 2]]
+    profile.launches[last + 1] = TID, profile.launches[last][1]
+    profile.ran += [Ran("fill", at, at + 3, 7, 5000 + at, 0) for at in range(4)]
+    profile.ran += [Ran("gemm", at, at + 3, 7, 6000, (90 << 32) + at) for at in range(9)]
+    profile.ran += [replace(one, process=PID + (1 << 24)) for one in profile.ran]
+    random.Random(seed).shuffle(profile.ran)
+    random.Random(seed).shuffle(profile.nodes)
+    random.Random(seed).shuffle(profile.ranges)
+    return profile
+
+
+@settings(max_examples=80, deadline=None)
+@given(reports(), st.integers(1, 4), st.integers(0, 99))
+def test_by_capture_every_node_is_the_call_that_captured_it(
+    given_: tuple[Report, Names], count: int, seed: int
+) -> None:
+    report, names = given_
+    profile = disturbed(profile_of(report, report.chosen, count, names=names), seed)
+    joined = join(exported(profile), plan_of(report))
+    assert joined.way == "capture ranges"
+    assert calls(joined) == profile.call_of
+    assert joined.told.check.passed
+    assert joined.strangers == ()
+    whole = [one for one in joined.replays if one.launch < 100 + count]
+    assert len(whole) == count
+    for replay in whole:
+        assert replay.process == PID
+        starts = {one.node: one.start for one in profile.ran if one.launch == replay.launch}
+        assert {node: one.start_ns for node, one in zip(replay.nodes, replay.activities, strict=True)} == starts
+
+
+@settings(max_examples=80, deadline=None)
+@given(reports(), st.integers(1, 4))
+def test_by_place_another_process_runs_the_same_nodes(given_: tuple[Report, Names], count: int) -> None:
+    report, names = given_
+    plan = plan_of(report, seen_before(report, names))
+    profile = profile_of(report, report.chosen, count, names=names, graph=41, marked=False)
+    joined = join(exported(profile), plan)
+    assert joined.way == "graph node ids"
+    assert calls(joined) == profile.call_of
+    assert joined.told.check.passed
+    assert (joined.missing, joined.strangers, len(joined.replays)) == ((), (), count)
+
+
+@settings(max_examples=80, deadline=None)
+@given(reports(), st.data())
+def test_what_does_not_match_is_counted_by_name(given_: tuple[Report, Names], data: st.DataObject) -> None:
+    report, names = given_
+    plan = plan_of(report, seen_before(report, names))
+    profile = profile_of(report, report.chosen, 2, names=names, marked=False)
+    kernels = sorted({one.node: one for one in profile.ran if one.kind == "kernel"})
+    most = len({one.node for one in profile.ran}) // 2
+    changed = set(data.draw(st.lists(st.sampled_from(kernels), unique=True, max_size=most))) if kernels else set()
+    before = {one.node: one.name for one in profile.ran}
+    profile.ran = [replace(one, name="other") if one.node in changed else one for one in profile.ran]
+    joined = join(exported(profile), plan)
+    assert joined.way == "graph node ids"
+    assert dict(joined.missing) == Counter(before[node] for node in changed)
+    assert dict(joined.strangers) == Counter({"other": len(changed)} if changed else {})
+    check = joined.told.check
+    assert (check.expected, check.seen, check.unexpected) == (len(before), len(before) - len(changed), 2 * len(changed))
+    assert check.passed == (not changed)
+    assert calls(joined) == {node: None if node in changed else call for node, call in profile.call_of.items()}
+
+
+def test_nodes_that_were_copied_twice() -> None:
+    report = sample_report(12)
+    profile = profile_of(report, report.chosen)
+    again = 20 << 32
+    profile.nodes += [(TID, at, again + (node & 0xFFFF), node) for _, at, node, source in profile.nodes if source]
+    profile.ran = [replace(one, node=again + (one.node & 0xFFFF)) for one in profile.ran]
+    found = calls(join(exported(profile), plan_of(report)))
+    assert sorted(found.values(), key=str) == sorted(profile.call_of.values(), key=str)
+    assert {node & 0xFFFF: call for node, call in found.items()} == {
+        node & 0xFFFF: call for node, call in profile.call_of.items()
+    }
+
+
+def test_replays_of_another_plan_are_told_apart_by_their_ranges() -> None:
+    report = sample_report(30)
+    names = {k: ["k"] for k in range(30)}
+    mine = profile_of(report, report.chosen, 2, names=names)
+    other = profile_of(report, "single", 9, names=names, graph=30, begin=9_000_000, launch=700)
+    ran, launches = [*other.ran, *mine.ran], mine.launches | other.launches
+    plan = plan_of(report, seen_before(report, names))
+    # Without a capture in the profile both graphs have the same kernels at the same places.
+    joined = join(exported(Profile(ran, launches, [], [*mine.ranges, *other.ranges])), plan)
+    assert ({replay.launch for replay in joined.replays}, joined.rivals) == ({100, 101}, 0)
+    joined = join(exported(Profile(ran, launches)), plan)
+    assert (len(joined.replays), joined.rivals) == (9, 1)
+
+
+def test_a_graph_of_another_model_is_refused() -> None:
+    report = sample_report(30)
+    plan = plan_of(report, seen_before(report, {k: [f"k{k}"] for k in range(30)}))
+    profile = profile_of(report, report.chosen, names={k: ["x"] for k in range(30)}, marked=False)
+    with pytest.raises(InputError, match="the CUDA graph in the profile is not the plan 'nimble'"):
+        join(exported(profile), plan)
+    with pytest.raises(InputError, match="is not the plan"):
+        join(exported(profile), plan_of(report))

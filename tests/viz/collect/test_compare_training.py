@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from nimble_core.runtime.host.device import HostDevice
-from nimble_core.utils.errors import InputError, NimbleError
+from nimble_core.ir.program import Phase
+from nimble_core.utils.errors import InputError
+from nimble_viz.analysis.dag_boxes import nest
+from nimble_viz.analysis.memory import memory
+from nimble_viz.analysis.phases import PHASES, phase_syncs, phases
+from nimble_viz.analysis.summary import verdict
 from nimble_viz.collect.compare import compare
 from nimble_viz.collect.compare_training import Training, TrainingRun
-from nimble_viz.collect.progress import Progress
+from nimble_viz.render.report import Report
 from nimble_viz.render.text import plain_text
 from tests.support.compared_steps import (
+    FAST,
     HOW,
     ONE,
     Net,
+    Spy,
     adam,
     batch,
     begun,
@@ -48,23 +53,6 @@ def step_of(net: nn.Module, make: Make, **more: Any) -> Training:
     x, y = batch()
     given = {"target": y, "loss_fn": nn.CrossEntropyLoss(), "optimizer": make(net), **more}
     return Training(net, (x,), {}, **given)
-
-
-class Failing(Progress):
-    """Raises when the step called ``at`` is about to end; remembers the steps."""
-
-    def __init__(self, at: str, error: BaseException) -> None:
-        super().__init__()
-        self.at, self.error = at, error
-        self.names: list[str] = []
-
-    @contextmanager
-    def step(self, name: str) -> Iterator[Any]:
-        self.names.append(name)
-        with super().step(name) as step:
-            yield step
-            if name == self.at:
-                raise self.error
 
 
 # -- nothing is trained ----------------------------------------------------------------------------------------------
@@ -97,7 +85,7 @@ STEPS = ["warm-up", "record again", "capture single", "measure", "check updates"
 @pytest.mark.filterwarnings("ignore:compare was interrupted")
 def test_all_stays_as_it_was_after_an_error(at: str, error: BaseException) -> None:
     net, (x, y) = Net(dropout=0.2), batch()
-    optimizer, scaler, spy = begun(net), scaling(), Failing(at, error)
+    optimizer, scaler, spy = begun(net), scaling(), Spy(at, error, late=True)
     before = everything(net, optimizer, scaler)
     try:
         found = trained(net, x, target=y, optimizer=optimizer, scaler=scaler, clip_grad_norm=1.0, progress=spy)
@@ -106,15 +94,6 @@ def test_all_stays_as_it_was_after_an_error(at: str, error: BaseException) -> No
         assert raised is error  # noqa: PT017  # or the run ends in a report of what there was
     assert at in spy.names
     unchanged(before, everything(net, optimizer, scaler))
-
-
-def test_a_loss_that_fails_leaves_all_as_it_was() -> None:
-    net, (x, y) = Net(), batch()
-    optimizer = begun(net)
-    before = everything(net, optimizer)
-    with pytest.raises(NimbleError, match="loss is not a scalar"):
-        trained(net, x, target=y, optimizer=optimizer, loss_fn=lambda output, target: output)
-    unchanged(before, everything(net, optimizer))
 
 
 def test_inputs_of_somebodys_graph_are_left_alone() -> None:
@@ -169,40 +148,21 @@ def test_eager_is_the_step_as_users_write_it(how: str, make: Make) -> None:
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("make", [sgd, begun])
-def test_eager_and_the_recorded_step_do_the_same_work(how: str, make: Make) -> None:
-    net = Net()
-    step = step_of(net, make, **HOW[how]())
+def test_rounds_begin_with_the_same_parameters_state_and_scale(how: str) -> None:
+    step = step_of(Net(), begun, **HOW[how]())
     rewind = step.rewinding()
+    held = [one.detach().clone() for one in (*step.whole.parameters(), *step.whole.buffers())]
     expected = step.whole(*step.arguments)
-    after = [one.detach().clone() for one in (*step.whole.parameters(), *net.buffers())]
-    scale = step.whole.scaler.state_dict() if step.whole.scaler else None
     rewind()
+    assert all(map(torch.equal, held, (*step.whole.parameters(), *step.whole.buffers())))
     with step.gradients_kept():
-        loss, output, gradients = step.eager(*step.arguments)
-        torch.testing.assert_close((loss, output, gradients), tuple(expected))
-        norm = torch.stack([one.norm() for one in gradients.values()]).norm()
-        assert (norm <= 0.0101) == (step.clip_grad_norm is not None)
-    for mine, theirs in zip((*step.whole.parameters(), *net.buffers()), after, strict=True):
-        torch.testing.assert_close(mine.detach(), theirs)
+        found = step.eager(*step.arguments)
+    torch.testing.assert_close(found, tuple(expected))
     if step.whole.scaler is not None:  # one scale for all, rewound with the parameters
-        assert step.whole.scaler.state_dict() == scale
+        changed = step.whole.scaler.state_dict()
         rewind()
-        assert step.whole.scaler.state_dict() != scale
+        assert step.whole.scaler.state_dict() != changed
         assert step.eager.scaler.get_scale() == step.whole.scaler.get_scale()
-
-
-def test_rounds_begin_with_the_same_parameters_and_state() -> None:
-    net, (x, y) = Net(), batch()
-    step = Training(net, (x,), {}, target=y, loss_fn=nn.CrossEntropyLoss(), optimizer=adam(net))
-    rewind, before = step.rewinding(), copy.deepcopy(net.state_dict())
-    held = {name: one.clone() for name, one in step.whole.named_buffers()}
-    step.whole(*step.arguments)
-    assert not torch.equal(net.conv.weight, before["conv.weight"])
-    rewind()
-    assert all(torch.equal(one, before[name]) for name, one in net.state_dict().items())
-    assert all(torch.equal(one, held[name]) for name, one in step.whole.named_buffers())
-    assert any("exp_avg" in name for name in held)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -278,34 +238,6 @@ def test_a_disabled_scaler_is_none() -> None:
     assert not any("scale" in text for text in found.warnings)
 
 
-class _Casting(HostDevice):
-    """The host, telling how many tensors the run whose memory is asked for last has cast."""
-
-    def memory_peak(self, run: Callable[[], object]) -> int:
-        with _Casts() as casts:
-            run()
-        return casts.count
-
-
-class _Casts(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._to_copy.default
-        return func(*args, **(kwargs or {}))
-
-
-def test_weights_cast_in_a_region_around_the_comparison_belong_to_eagers_peak() -> None:
-    """An engine holds what eager casts: that another run has left eager's in a cache is no saving."""
-    net, (x, y) = Net(), batch()
-    found = []
-    for region in (nullcontext(), torch.autocast("cpu", torch.bfloat16)):
-        with region:
-            report = trained(net, x, target=y, options=ONE, device=_Casting(), autocast=torch.bfloat16)
-        found.append(report.memory.eager_peak)
-    assert found[0] == found[1] > 4
-
-
 def test_eagers_backward_is_no_part_of_the_autocast_around_a_comparison() -> None:
     torch.manual_seed(0)
     model, x, y = Island().train(), torch.randn(4, 8), torch.randn(4, 8)
@@ -318,13 +250,87 @@ def test_eagers_backward_is_no_part_of_the_autocast_around_a_comparison() -> Non
     assert all(map(torch.equal, found.values(), expected))
 
 
+# -- the report ------------------------------------------------------------------------------------------------------
+
+TRAINED = get_args(Phase)
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    torch.manual_seed(0)
+    net, (x, y) = Net(), batch()
+    return trained(net, x, target=y, optimizer=sgd(net), options=replace(FAST, policy="nimble"))
+
+
+def test_the_report_of_a_step(report: Report) -> None:
+    assert (report.model, report.dtype, report.batch) == ("Net", "float32", 4)
+    calls = report.program.calls
+    assert [phase for phase in PHASES if any(call.phase == phase for call in calls)] == list(TRAINED)
+    assert {taken.name for taken in report.measurements} == {"eager", "single", "nimble"}
+    assert any(call.module == "head" and call.phase == "backward" for call in calls)
+    assert any(call.label == "_fused_sgd_" for call in calls if call.phase == "optimizer")
+    assert report.ratio("single").value > 0
+    assert next(check for check in report.checks if check.name == "single").passed
+    assert "training" in verdict(report)
+    assert report.overhead is not None
+    assert not any("found in the profile" in text for text in report.overhead.warnings)
+
+
+def test_phases_add_up_to_the_profiled_step(report: Report) -> None:
+    found = report.overhead.phases
+    assert {one.phase for one in found} == set(TRAINED)
+    for one in found:
+        # On the host nothing waits: every nanosecond of a phase is overhead or work.
+        assert one.overhead_ns + one.work_ns == pytest.approx(one.host_ns)
+        assert one.host_ns > 0
+    assert sum(one.host_ns for one in found) <= report.overhead.profiled_ns
+    ends = sorted(span for one in found for span in one.spans)
+    assert all(a[1] <= b[0] for a, b in pairwise(ends))
+    by_calls = sum(row.work_ns for row in report.overhead.calls if report.program.calls[row.call].phase == "forward")
+    assert next(one for one in found if one.phase == "forward").work_ns >= 0.9 * by_calls
+
+
+def test_a_row_for_each_phase(report: Report) -> None:
+    rows = phases(report)["rows"]
+    assert [row["phase"] for row in rows] == list(TRAINED)
+    assert sum(row["calls"] for row in rows) == len(report.program.calls)
+    assert sum(row["cost_ns"] for row in rows) == pytest.approx(report.costs.total_ns)
+    assert len(rows[0]["replays"]) == len(phases(report)["runs"]) == 2
+    assert all(time for row in rows for time in row["replays"])
+    plan = report.schedule("nimble")
+    assert sum(one["count"] for one in phase_syncs(report, plan)) == len(plan.syncs) > 0
+
+
+def test_loss_and_update_stand_under_the_users_lines(report: Report) -> None:
+    for call in report.program.calls:
+        for origin in call.origins:
+            assert "nimble_viz" not in origin.file, call
+        if call.phase == "loss":
+            assert any(origin.file.endswith("compared_steps.py") for origin in call.origins), call
+
+
+def test_memory_is_held_against_eagers_peak(report: Report) -> None:
+    held = dict(report.memory.engines)["single"]
+    known = replace(report, memory=replace(report.memory, eager_peak=2 * held))
+    on_host = memory(known)
+    assert not any(row["against"] for row in on_host["engines"])  # how much a process grows is another measure
+    assert on_host["facts"][0][0] == "Growth of the process in an eager run"
+    assert "of eager's peak" not in plain_text(known, 120)
+    known = replace(known, environment=replace(known.environment, device="cuda"))
+    on_gpu = memory(known)
+    assert next(row for row in on_gpu["engines"] if row["chosen"] or row["held"])["against"] == "0.50x"
+    assert on_gpu["facts"][0][0] == "Eager's peak above model and optimizer state"
+    assert "of eager's peak: what is held" in plain_text(known, 120)
+
+
+def test_phases_are_the_outermost_groups_of_the_graph() -> None:
+    boxes = nest(["0.a", "0.a", "0.a", "0.a"], ["forward", "forward", "backward", "backward"])
+    assert boxes.name == ("forward", "backward")
+    boxes = nest(["0", "1", "1", "1", "0"], ["forward"] * 3 + ["backward"] * 2)
+    assert boxes.name == ("forward", "backward", "1")
+
+
 # -- refusals --------------------------------------------------------------------------------------------------------
-
-
-def hooked(net: nn.Module) -> torch.optim.Optimizer:
-    optimizer = sgd(net)
-    optimizer.register_step_post_hook(lambda *_: None)
-    return optimizer
 
 
 def amid(net: nn.Module) -> torch.amp.GradScaler:
@@ -341,17 +347,15 @@ REFUSED: list[tuple[Callable[[Net], dict[str, Any]], str]] = [
     (lambda net: {"model": Net().requires_grad_(False)}, "requires a gradient"),
     (lambda net: {"model": Net().eval()}, "Net is in evaluation mode"),
     (lambda net: {"loss_fn": None}, "training needs a loss"),
+    (lambda net: {"loss_fn": nn.functional.mse_loss, "target": None}, "model's output alone"),
     (lambda net: {"optimizer": "sgd"}, "optimizer is a str"),
-    (lambda net: {"optimizer": torch.optim.LBFGS(net.head.parameters())}, "LBFGS"),
     (lambda net: {"optimizer": sgd(Net())}, "SGD holds no parameter of the model"),
-    (lambda net: {"optimizer": hooked(net)}, "hooks"),
     (lambda net: {"autocast": torch.float64}, "no type to cast to"),
-    (lambda net: {"autocast": "bfloat16"}, "no type to cast to"),
     (lambda net: {"scaler": 2.0}, "scaler is a float"),
     (lambda net: {"scaler": amid(net)}, "scaler cannot be copied"),
+    (lambda net: {"model": Net().half(), "scaler": scaling()}, "is float16"),
     (lambda net: {"scaler": scaling(), "optimizer": torch.optim.RMSprop(net.head.parameters())}, "cannot leave out"),
     (lambda net: {"clip_grad_norm": 0.0}, "not a positive number"),
-    (lambda net: {"clip_grad_norm": "1"}, "not a positive number"),
     (lambda net: {"clip_grad_norm": 1.0, "optimizer": None}, "there is no optimizer"),
     (lambda net: {"accumulate": 4}, "accumulate=4: compare measures steps that update"),
     (lambda net: {"target": batch()[1].to("meta")}, r"args\[0\] is on cpu, target on meta"),
@@ -366,47 +370,11 @@ def test_what_cannot_be_trained(wrong: Callable[[Net], dict[str, Any]], said: st
         trained(given.pop("model"), x, **given)
 
 
-def test_a_scaler_does_not_unscale_half_weights() -> None:
-    half, (x, y) = Net().half(), batch()
-    with pytest.raises(InputError, match="is float16"):
-        trained(half, x.half(), target=y, optimizer=sgd(half), scaler=scaling())
-
-
-class Told(nn.Module):
-    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return (output - target).square().mean()
-
-
-@pytest.mark.parametrize("loss_fn", [nn.functional.mse_loss, Told(), partial(nn.functional.mse_loss, reduction="sum")])
-def test_a_loss_of_a_target_needs_one(loss_fn: Callable[..., torch.Tensor]) -> None:
-    with pytest.raises(InputError, match=r"cannot be called with the model's output alone: .*'target'") as caught:
-        trained(Net(), batch()[0], loss_fn=loss_fn)
-    assert "target=" in caught.value.fix
-
-
-def test_a_loss_of_the_output_alone_needs_none() -> None:
-    net, x = Net(), batch()[0]
-    for loss_fn in (torch.Tensor.mean, lambda output, target=None: output.mean(), lambda *given: given[0].mean()):
-        assert trained(net, x, loss_fn=loss_fn, options=ONE).measurements
-
-
-def test_an_error_of_the_loss_is_its_own() -> None:
-    def broken(output: torch.Tensor) -> torch.Tensor:
-        raise TypeError("its own")
-
-    net, x = Net(), batch()[0]
-    with pytest.raises(TypeError, match="its own"):
-        trained(net, x, loss_fn=broken)
-
-
 @pytest.mark.parametrize(
     "more",
     [
-        {"target": torch.ones(2)},
         {"loss_fn": nn.MSELoss()},
-        {"optimizer": object()},
-        {"autocast": torch.bfloat16},
-        {"clip_grad_norm": 1.0},
+        {"optimizer": object(), "clip_grad_norm": 1.0},
     ],
 )
 def test_what_is_for_training_alone(more: dict[str, Any]) -> None:

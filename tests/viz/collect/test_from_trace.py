@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import gzip
 from pathlib import Path
 
 import pytest
 import torch
 
-import nimble_viz
-from nimble_core.utils.errors import InputError, ReportFileError
+from nimble_core.utils.errors import InputError
 from nimble_viz.analysis.profiled import profiled
 from nimble_viz.collect.from_trace import from_trace
-from nimble_viz.render.html import page
 from nimble_viz.render.report import Report
-from tests.support.kineto_traces import cpu_op, training_loop, write_trace
+from tests.support.kineto_traces import training_loop, write_trace
 
 
 @pytest.fixture
@@ -60,17 +57,6 @@ def test_a_trace_of_a_gpu_is_a_report(gpu_report: Report) -> None:
         assert absent not in text
 
 
-def test_it_saves_loads_and_exports(gpu_report: Report, tmp_path: Path) -> None:
-    assert nimble_viz.load(gpu_report.save(tmp_path / "loop.nimble")) == gpu_report
-    assert "No DAG here" in page(gpu_report)
-    gpu_report.export(tmp_path / "tables")
-    assert "tail_ns" in (tmp_path / "tables" / "overhead.csv").read_text().splitlines()[0]
-    for name in ("loop.pftrace", "loop.json"):
-        assert gpu_report.export(tmp_path / name).stat().st_size > 100
-    assert len(gpu_report.to_dataframe("spans")) > 10
-    assert gpu_report.diff(gpu_report).to_json()
-
-
 def test_a_real_trace(exported: Path) -> None:
     report = from_trace(exported)
     assert report.sampling is not None
@@ -93,13 +79,6 @@ def test_a_real_trace(exported: Path) -> None:
     assert profiled(report) is not None
 
 
-def test_packed_and_plain_give_the_same(exported: Path, tmp_path: Path) -> None:
-    packed = tmp_path / exported.with_suffix(".json.gz").name
-    packed.write_bytes(gzip.compress(exported.read_bytes()))
-    plain, other = from_trace(exported), from_trace(packed)
-    assert (plain.overhead, plain.program, plain.timelines) == (other.overhead, other.program, other.timelines)
-
-
 def test_a_profiler_that_has_stopped() -> None:
     with torch.profiler.profile() as profiler:
         torch.mm(torch.ones(2, 2), torch.ones(2, 2))
@@ -119,24 +98,6 @@ def test_a_profiler_that_has_no_trace_to_give(tmp_path: Path) -> None:
     assert from_trace(tmp_path / "trace.json").program.calls
     with pytest.raises(InputError, match="gave no trace"):
         from_trace(torch.profiler.profile())
-
-
-def test_a_trace_without_an_iteration_is_shown_whole(tmp_path: Path) -> None:
-    report = from_trace(write_trace(tmp_path / "one.json", [cpu_op("aten::mm", 0, 10), cpu_op("aten::relu", 12, 20)]))
-    assert report.sampling is not None
-    assert report.sampling.iteration == "the whole recording"
-    assert [call.label for call in report.program.calls] == ["mm", "relu"]
-    assert report.overhead is not None
-    assert report.overhead.phases == ()
-
-
-def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        from_trace(tmp_path / "nowhere.json")
-    path = tmp_path / "odd.json"
-    path.write_text('{"traceEvents": [{"ph": "X"}]}')
-    with pytest.raises(ReportFileError, match="holds no operators"):
-        from_trace(path)
 
 
 def test_a_trace_is_read_without_torch(exported: Path) -> None:

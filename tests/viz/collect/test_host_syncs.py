@@ -11,26 +11,6 @@ from nimble_viz.traces.profiler import profile_eager
 from tests.support.eager_traces import CUDA, TWO, op, program_of, split
 
 
-def test_host_synchronisations_by_kind_and_place() -> None:
-    trace = replace(
-        CUDA,
-        operators=outer_first(
-            [*CUDA.operators, op("item", 120, 150), op("_local_scalar_dense", 121, 149), op("item", 152, 156)]
-        ),
-        runtime=(
-            *CUDA.runtime,
-            RuntimeEvent("cudaMemcpyAsync", 125, 130, 1, 104),
-            RuntimeEvent("cudaStreamSynchronize", 130, 145, 1, 105),
-        ),
-    )
-    syncs = split(TWO, trace, 0.0).host_syncs
-    # Nothing waited in the second read: what it read lay on the host.
-    assert [(s.kind, s.count, s.total_ns, s.source) for s in syncs] == [
-        ("aten::item", 1, 30.0, "after model.py:2"),
-        ("cudaStreamSynchronize", 1, 10.0, "model.py:2"),
-    ]
-
-
 def test_what_has_no_line_comes_after_the_last_that_is_known_in_its_phase() -> None:
     trace = replace(CUDA, operators=outer_first([*CUDA.operators, op("item", 120, 150)]), device="cpu", runtime=())
     known = program_of("addmm", lines=True).calls[0]
@@ -84,12 +64,6 @@ def test_a_copy_to_pageable_memory_waits_by_itself() -> None:
         HostSync(copy, 1, 2.0, ""),
     ]
     assert waiting(launch=25, wait=70, copy=copy)[1] == HostSync(copy, 1, 2.0, "")
-
-
-def test_an_operator_whose_size_depends_on_data_is_one_synchronisation() -> None:
-    assert waiting(("nonzero", 10, 60), launch=25, wait=30) == [HostSync("aten::nonzero", 1, 50.0, "")]
-    # Where the host did not wait inside it, it is none.
-    assert waiting(("nonzero", 10, 60), launch=25, wait=70) == [HostSync("cudaStreamSynchronize", 1, 20.0, "")]
 
 
 def test_item_on_the_host_is_listed() -> None:

@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 
 from nimble_core.ir.program import Origin
-from nimble_viz.analysis.syncs import hint
-from nimble_viz.collect.device_time import iteration_bound
+from nimble_viz.collect.from_trace import observed
 from nimble_viz.collect.iterations import TICK, one_iteration
 from nimble_viz.collect.matched_trace import MatchedTrace
-from nimble_viz.collect.observed import observed
-from nimble_viz.collect.overhead import overhead_profile
+from nimble_viz.collect.overhead import iteration_bound, overhead_profile
 from nimble_viz.report.data import Bound, CallOverhead, DeviceIdle, HostSync
 from nimble_viz.traces.chrome import Recording, read_trace
 from tests.support.kineto_traces import ITERATIONS, cpu_op, event, kernel, runtime, training_loop, write_trace
@@ -135,11 +133,6 @@ def test_what_makes_the_host_wait_is_one_line_each(
     assert [(one.kind, one.count, one.total_ns) for one in profile.host_syncs] == [
         (kind, count, lasted * 1000.0) for kind, count, lasted in found
     ], line
-
-
-def test_a_condition_is_advised_as_the_read_that_it_is() -> None:
-    assert hint("aten::is_nonzero") == hint("aten::item") != hint("aten::nonzero")
-    assert "value by value" in hint("print(tensor)")
 
 
 def test_what_was_dispatched_elsewhere_names_the_lines(tmp_path: Path) -> None:

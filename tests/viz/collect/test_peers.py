@@ -144,17 +144,6 @@ def test_what_against_may_be() -> None:
             resolve_peers(wrong)
 
 
-def test_an_object_is_no_peer_without_a_name() -> None:
-    class Nameless:
-        name = None
-
-        def prepare(self, model: Any, args: Any, kwargs: Any) -> Any:
-            return model
-
-    with pytest.raises(InputError, match="is no peer"):
-        resolve_peers([Nameless()])
-
-
 def test_examples_in_docstrings() -> None:
     found = doctest.testmod(peers)
     assert found.attempted
@@ -197,32 +186,6 @@ def test_a_function(name: str) -> None:
         other = [torch.randn(4, 4), [torch.randn(4, 4)]]
         torch.testing.assert_close(run(*other), function(*other))
         close(run)
-
-
-@pytest.mark.parametrize("name", ["torchscript", "eager-tuned"])
-def test_training_mode_stays(name: str) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).train()
-    x = torch.randn(2, 3, 6, 6)
-    with torch.inference_mode():
-        run = peer(name).prepare(model, [x], {})
-        before = model[1].running_mean.clone()
-        out = run(x)
-        assert not torch.equal(model[1].running_mean, before)  # eager's own effect, on the same memory
-        torch.testing.assert_close(out, model(x))
-    assert model[0].weight.is_contiguous()
-    assert all(module.training for module in model.modules())
-
-
-def test_weights_are_shared_with_the_copy_unless_they_are_folded() -> None:
-    model, (x, more) = small(), inputs()
-    with torch.inference_mode():
-        shared, frozen = (peer(name).prepare(model, [x], more) for name in ("compile", "compile+freezing"))
-        old = model(x, **more)
-        model.linear.bias += 1
-        torch.testing.assert_close(shared(x, **more)["out"], model(x, **more)["out"])
-        torch.testing.assert_close(frozen(x, **more)["out"], old["out"])
-        close(shared)
-        close(frozen)
 
 
 def test_what_the_user_compiled_stays_compiled() -> None:
@@ -280,25 +243,6 @@ def test_a_model_made_in_inference_mode() -> None:
             torch.testing.assert_close(peer(name).prepare(model, [x], {})(x), model(x))
 
 
-def test_settings_hold_only_while_it_runs() -> None:
-    seen = []
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        seen.append(torch.backends.cudnn.benchmark)
-        if len(seen) == 2:
-            raise RuntimeError("boom")
-        return x + 1
-
-    x = torch.randn(2)
-    with torch.inference_mode():
-        run = peer("eager-tuned").prepare(function, [x], {})
-        run(x)
-        with pytest.raises(RuntimeError, match="boom"):
-            run(x)
-    assert seen == [True, True]
-    assert torch.backends.cudnn.benchmark is False
-
-
 def test_images_are_converted_for_convolutions_only() -> None:
     seen: list[list[bool]] = []
 
@@ -321,17 +265,6 @@ def test_images_are_converted_for_convolutions_only() -> None:
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------
-
-
-def test_no_peer_runs_with_autograd() -> None:
-    for name in peer_names():
-        with pytest.raises(InputError, match="without autograd"):
-            peer(name).prepare(small(), [inputs()[0]], inputs()[1])
-
-
-def test_cuda_graphs_need_cuda() -> None:
-    with torch.inference_mode(), pytest.raises(InputError, match="on CUDA only, the inputs are on cpu"):
-        peer("cuda-graph").prepare(small(), [inputs()[0]], inputs()[1])
 
 
 class Concatenated(nn.Module):
@@ -377,13 +310,3 @@ def test_a_graph_leaves_its_outputs_to_the_caller() -> None:
         first, second = run(x), run(x + 1)
     torch.testing.assert_close(first, torch.sin(x))
     torch.testing.assert_close(second, torch.sin(x + 1))
-
-
-@pytest.mark.gpu
-def test_cudnn_benchmark_is_put_back_on_a_gpu() -> None:
-    model, (x, more) = small("cuda"), inputs("cuda")
-    with torch.inference_mode():
-        run = peer("eager-tuned").prepare(model, [x], more)
-        run(x, **more)
-    assert torch.backends.cudnn.benchmark is False
-    assert model.conv.weight.is_contiguous()

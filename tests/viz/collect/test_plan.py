@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from nimble_core.scheduling.verify_schedule import check_schedule
 from nimble_core.tracing.recorder import record
 from nimble_core.tracing.signature import Signature
 from nimble_core.utils.errors import CaptureError, InputError, NotStaticError
-from nimble_viz.analysis.summary import planned, summary, verdict
+from nimble_viz.analysis.summary import planned, verdict
 from nimble_viz.render.text import plain_text
 from tests.support.models import CASES, Wide, make
 
@@ -81,21 +80,6 @@ def test_a_build_without_cuda_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert nimble_viz.plan(Wide(), torch.randn(2, 16), target="cpu").warnings == ()
 
 
-def test_a_plan_without_calls_or_choice_can_be_shown() -> None:
-    report = nimble_viz.plan(lambda x: x.view(-1), torch.randn(2, 3))
-    assert "puts 0 calls on 0 streams" in verdict(report)
-    assert "no streams were chosen" in verdict(replace(report, chosen=""))
-    assert summary(report)["speed"] == []
-
-
-def test_a_measured_or_interrupted_report_is_no_plan() -> None:
-    from tests.support.sample_reports import CASES as REPORTS
-
-    assert not any(planned(make()) for make in REPORTS.values())
-    report = nimble_viz.plan(Wide(), torch.randn(2, 16))
-    assert not planned(replace(report, complete=False))
-
-
 def test_models_that_are_not_static() -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
         return x * random.random()
@@ -132,13 +116,10 @@ def test_wrong_arguments_are_named() -> None:
     [
         lambda x: x * x.sum().item(),
         lambda x: (x + 1).cpu() + 1,
-        lambda x: x + (x * 2).to("cpu"),
         lambda x: x + x.to(dtype=torch.float64, device="cpu").float(),
-        lambda x: x + torch.tensor(x.tolist()),
-        lambda x: x if float(x.sum()) > 0 else -x,
         lambda x: (x + 1).cpu().numpy(),
     ],
-    ids=["item", "cpu", "to", "to keyword", "tolist", "float", "numpy"],
+    ids=["item", "cpu", "to", "numpy"],
 )
 def test_a_host_that_would_wait_is_told_where_the_build_knows_no_cuda(
     model: Any, monkeypatch: pytest.MonkeyPatch

@@ -14,20 +14,6 @@ def ticks(sampler: Sampler, *kinds: str, every: int = 100) -> list[str]:
     return [sampler.tick(kind, 0, every * at) for at, kind in enumerate(kinds)]  # type: ignore[arg-type]
 
 
-def test_the_sampler_warms_up_times_profiles_and_forgets() -> None:
-    sampler = Sampler(Counts(2, 3, 2))
-    assert ticks(sampler, *["loader"] * 14) == [
-        "", "", "found", "stop", "", "", "", "start", "tick", "tick", "stop", "forget", "", ""
-    ]  # fmt: skip
-    assert sampler.times_ns == [100.0] * 3
-    assert sampler.seen == 14
-
-
-def test_the_sampler_may_profile_at_once() -> None:
-    said = ["", "", "found", "start", "tick", "stop", "forget", ""]
-    assert ticks(Sampler(Counts(0, 0, 1)), *["loader"] * 8) == said
-
-
 @pytest.mark.parametrize(
     ("kinds", "chosen"),
     [

@@ -29,11 +29,6 @@ def test_what_to_write_instead_is_said(function: Any, name: str, fix: str) -> No
         function(torch.nn.Linear(2, 2), **given)
 
 
-def test_training_is_compared_not_planned() -> None:
-    with pytest.raises(InputError, match=r"compare\(\.\.\., training=True, loss_fn=\.\.\.\)"):
-        plan(torch.nn.Linear(2, 2), torch.ones(2), training=True)  # type: ignore[arg-type]  # what is tested
-
-
 _NAMES = st.text("abcd", min_size=1, max_size=4)
 
 

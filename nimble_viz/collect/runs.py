@@ -1,27 +1,130 @@
-"""Prepare the peers of one comparison, hold them against eager, and run them in turn."""
+"""The runs that ``compare`` measures beside replays: the model in eager, and its peers."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nimble_core.tracing.pytree import Structure, builder, flatten, leaf_paths, structure_difference
-from nimble_core.tracing.recorded import state_kept
+from nimble_core.tracing.recorded import Recorded, state_kept
+from nimble_core.tracing.recording import rewinding
+from nimble_core.tracing.side_effects import Guard, preserved
 from nimble_core.utils.errors import NimbleError
 from nimble_core.validation.equality import check_equality
+from nimble_viz.collect.compare_training import mark_phase
 from nimble_viz.collect.peers import Peer, Run, close
 from nimble_viz.report.data import PeerResult
 
 if TYPE_CHECKING:
     from nimble_core.ir.candidates import EqualityCheck
     from nimble_core.validation.eager_cases import Cases
-    from nimble_viz.collect.eager_runs import EagerRuns
+    from nimble_viz.collect.compare_training import Training
 
-__all__ = ["Outputs", "PeerRuns"]
+__all__ = ["EagerRuns", "PeerRuns"]
+
+
+class EagerRuns:
+    """The model and its inputs, ready to run; if ``training`` is given, ``model`` is that whole step.
+
+    ``record`` is to be called before anything is kept. ``without_autograd`` is the mode that eager and peers run in.
+    """
+
+    def __init__(
+        self, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], training: Training | None
+    ) -> None:
+        self.model, self.args, self.kwargs, self.training = model, args, kwargs, training
+        self.recorded: Recorded | None = None
+        self.without_autograd: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._rewind: Callable[[], None] | None = None
+        self._guard: Guard
+
+    def record(self, recorded: Recorded) -> None:
+        """Note how the model was recorded, and how to put back the counters that it advances."""
+        self.recorded = recorded
+        self._rewind = rewinding(recorded.recording, recorded.signature.tensors)
+
+    @contextmanager
+    def kept(self, watched: int = 2) -> Iterator[None]:
+        """Leave attributes, tensors and random state as they were, whatever runs inside, eager or replayed.
+
+        Args:
+            watched: how many eager runs are watched first; 0 if none follow.
+        """
+        assert self.recorded is not None
+        with preserved(self.model, draws=()) as self._guard, state_kept(self.recorded):
+            # Timed runs are not watched: what they write, in whichever branch, has to be known before.
+            for _ in range(0 if self.training else watched):
+                with self._guard.watching(), torch.no_grad():
+                    self.run()
+            yield
+
+    def watch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Run the model on other inputs, and note what it writes."""
+        with self._guard.watching(), self.without_autograd():
+            self.model(*args, **kwargs)
+
+    def choose_mode(self) -> str:
+        """Choose inference mode, the fastest, unless the model trains or cannot; return why it cannot."""
+        if self.training:
+            self.without_autograd = torch.enable_grad
+            return ""
+        self.without_autograd = torch.inference_mode
+        try:
+            with self.kept():
+                self.run()
+        except RuntimeError as error:
+            self.without_autograd = torch.no_grad
+            return f"eager runs under no_grad: inference_mode fails with {str(error).splitlines()[0]}"
+        return ""
+
+    def run(self) -> Any:
+        """Run eager once."""
+        if self._rewind:
+            self._rewind()
+        if self.training:
+            return self.training.eager.step(*self.args)
+        with self.without_autograd():
+            return self.model(*self.args, **self.kwargs)
+
+    def run_on_one_thread(self) -> Any:
+        """Run eager with one thread: a replay gains nothing over what more threads alone would gain."""
+        usual = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return self.run()
+        finally:
+            torch.set_num_threads(usual)
+
+    def run_with_phases(self) -> Any:
+        """Run eager for the profiler, which is told of the phases of a training step."""
+        if self.training is None:
+            return self.run()
+        inputs, targets = self.args
+        return self.training.eager.step(inputs, targets, mark_phase)
+
+    def rewound(self, run: Callable[[], object]) -> Callable[[], object]:
+        """Return ``run`` with counters put back first: many runs would count a cache's positions out of range."""
+        rewind = self._rewind
+        if rewind is None:
+            return run
+
+        def once() -> object:
+            rewind()
+            return run()
+
+        return once
+
+    def forget_earlier_runs(self) -> None:
+        """Drop gradients and cast weights that earlier runs left, which are no part of the next run's memory."""
+        if self.training:
+            self.training.eager.close()
+        torch.clear_autocast_cache()
+
 
 Outputs = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
@@ -32,12 +135,8 @@ _REASON_LENGTH = 300
 class PeerRuns:
     """The peers of one comparison. An error of one is said in its result, and leaves it out.
 
-    Only what is no ``Exception`` (Ctrl-C) passes through.
-
-    Args:
-        eager: the model, recorded, and its inputs. Attributes that runs change are the caller's to keep.
-        synchronize: waits for the device.
-        taken: names that measurements have already.
+    Only what is no ``Exception`` (Ctrl-C) passes through. Attributes that runs change are the caller's to keep. Names
+    that are ``taken`` already are refused.
     """
 
     def __init__(self, eager: EagerRuns, *, synchronize: Callable[[], object], taken: Iterable[str] = ()) -> None:
