@@ -7,16 +7,12 @@ from dataclasses import replace
 from math import fsum, inf
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from nimble_core.ir.measurement import summarize
-from nimble_viz.analysis.advice import advice, advice_data, best_run
-from nimble_viz.analysis.summary import summary
+from nimble_viz.analysis.advice import advice
 from nimble_viz.render.report import Report
-from nimble_viz.render.text import plain_text
 from nimble_viz.report.data import EAGER_ALONE, HostSync
-from tests.support.sample_reports import RENDERED, fused_report, plan_report, profile_report, sample_report, timed
+from tests.support.sample_reports import RENDERED, fused_report, profile_report, sample_report, timed
 
 SMALL = [case for case in RENDERED if "ten thousand" not in case]
 
@@ -38,14 +34,6 @@ def test_parts_add_up_and_gains_are_possible(case: str) -> None:
     assert gains == sorted(gains, reverse=True)
 
 
-def test_the_eager_split_is_the_profiled_iteration() -> None:
-    for report in (sample_report(60), sample_report(60, device="cpu"), profile_report()):
-        found = advice(report).eager
-        assert found is not None
-        assert report.overhead is not None
-        assert found.total_ns == pytest.approx(report.overhead.profiled_ns, rel=0.01)
-
-
 def test_the_replay_is_taken_apart_along_its_longest_chain() -> None:
     report = fused_report(60)
     found = advice(report).replay
@@ -57,17 +45,6 @@ def test_the_replay_is_taken_apart_along_its_longest_chain() -> None:
     assert first is not None
     assert first.what == "put fewer or other calls side by side"
     assert first.gain.startswith("at most ")
-
-
-def test_the_chain_that_ran_and_the_critical_path_are_told_apart() -> None:
-    report = sample_report(60)
-    found = advice(report).replay
-    assert found is not None
-    notes = [advice(replace(report, critical_path=path)).replay.note for path in ((), report.critical_path)]
-    assert "along the chain that ran longest in the watched replay" in notes[0]
-    assert "; the critical path, 0 calls, is the longest by isolated times" in notes[0]
-    assert {row.name for row in found.rows}.isdisjoint({"critical path"})
-    assert "calls, by isolated times" in dict(summary(report)["facts"])["Critical path"]
 
 
 def with_copies(report: Report) -> Report:
@@ -159,14 +136,6 @@ def test_more_streams_are_a_simulated_gain() -> None:
     assert found.gain.startswith("about ")
 
 
-def test_a_larger_batch_is_for_samples_and_never_first() -> None:
-    found = advice(sample_report(60))
-    batch = found.changes[-1]
-    assert batch.per_sample
-    assert "for each sample" in batch.gain
-    assert found.first is not batch
-
-
 def test_code_without_a_replay_is_told_of_its_input_and_its_waits() -> None:
     found = {change.what.partition(" (")[0]: change for change in advice(profile_report()).changes}
     assert "load data ahead" in found
@@ -201,33 +170,3 @@ def with_time_outside(report: Report) -> Report:
     """Every run takes three times as long, watched as before."""
     slower = tuple(summarize(one.name, [3 * ns for ns in one.samples_ns]) for one in report.measurements)
     return replace(report, measurements=slower)
-
-
-def test_a_plan_has_no_advice() -> None:
-    assert advice_data(plan_report()) is None
-    assert "What would help next" not in plain_text(plan_report(), 80)
-
-
-def test_the_text_names_all_changes_in_one_form() -> None:
-    report = sample_report(60)
-    data = advice_data(report)
-    assert data is not None
-    text = " ".join(plain_text(report, 120).split())
-    assert "What would help next" in text
-    assert len(data["changes"]) > 1
-    assert all(f"- {one['what']}: {one['gain']}; {one['why']}" in text for one in data["changes"])
-    assert summary(report)["advice"] == data
-
-
-def test_old_reports_have_advice_without_rates() -> None:
-    report = replace(sample_report(60), work=None)
-    assert not any("kernels for" in change.what for change in advice(report).changes)
-    assert best_run(report) == report.chosen
-
-
-@given(st.integers(0, 30), st.integers(1, 4), st.booleans(), st.booleans())
-@settings(max_examples=40)
-def test_any_report_has_advice(calls: int, width: int, on_gpu: bool, complete: bool) -> None:
-    report = sample_report(calls, width=width, device="cuda" if on_gpu else "cpu", complete=complete)
-    for change in advice(report).changes:
-        assert 0 < change.gain_ns <= change.of_ns

@@ -16,7 +16,6 @@ from tests.support.sample_reports import (
     CASES,
     choice,
     fused_report,
-    old_report,
     sample_report,
 )
 
@@ -43,12 +42,6 @@ def test_many_candidates_that_were_not_captured_are_folded_by_reason():
     assert [row["name"] for row in shown["rows"]] == ["nimble", "opara", "single"]
     assert [len(group["rows"]) for group in shown["folded"]] == [13, 1]
     assert shown["folded"][0]["text"] == ("13 plans more, not captured: simulated slower (1.02 ms to 1.20 ms)")
-
-
-def test_without_a_choice_there_is_no_table_of_candidates():
-    report = sample_report(60)
-    assert candidates(old_report()) is None
-    assert candidates(replace(report, candidates=report.candidates[:1])) is None
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,11 @@ import itertools
 import math
 from collections import Counter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nimble_viz.analysis.dag_boxes import nest
-from nimble_viz.analysis.dag_layout import lay_out, layers, order, spread_row, stacked
+from nimble_viz.analysis.dag_layout import lay_out, layers, order, stacked
 from tests.support.sample_reports import (
     tangled_report,
 )
@@ -78,14 +77,6 @@ def test_lanes_of_a_graph_of_long_edges_stay_few():
     edges = sorted({(v - 1, v) for v in range(1, size)} | {(v // 2, v) for v in range(2, size)})
     layout = lay_out(nest([""] * size), edges)
     assert 0 < sum(len(lane.places) for lane in layout.lanes) <= 2 * size + 4_000
-
-
-@given(st.lists(st.floats(-50, 50), min_size=1, max_size=20))
-def test_spread_row_keeps_the_mean_and_what_already_fits(wanted):
-    spread = spread_row(wanted, [1.0] * len(wanted))
-    assert sum(spread) == pytest.approx(sum(wanted), abs=1e-6)
-    apart = [10.0 * k for k in range(len(wanted))]
-    assert spread_row(apart, [2.0] * len(wanted)) == apart
 
 
 def _chain(parent, box):

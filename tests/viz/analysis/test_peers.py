@@ -46,15 +46,6 @@ def test_the_verdict_is_about_the_fastest_peer_that_is_right():
     assert best_peers(sample_report(60)) == []
 
 
-def test_no_peer_is_called_the_fastest_that_others_are_as_fast_as():
-    report = fused_report()
-    twin = replace(report.measurement("compile"), name="torchscript")
-    others = tuple(taken for taken in report.measurements if taken.name != "torchscript")
-    told = verdict(replace(report, measurements=(*others, twin)))
-    assert "), one of the fastest peers, at " in told
-    assert "the fastest peer, " not in told
-
-
 def test_a_peer_that_was_not_shown_to_be_right_is_named_with_that():
     report = fused_report()
     assert "whose outputs were not shown" not in verdict(report)

@@ -66,12 +66,6 @@ def test_without_a_gpu_the_rest_is_split_as_under_the_profiler(report: Report) -
     assert [row["ns"] for row in found["rows"]] == [100_000, 300_000, 100_000]
 
 
-def test_only_profiles_have_one() -> None:
-    assert profiled(sample_report(5)) is None
-    assert profiled_verdict(sample_report(5)) == ""
-    assert summary(sample_report(5))["profiled"] is None
-
-
 def test_it_says_what_is_absent_and_why(report: Report) -> None:
     tables = summary(report)
     assert (tables["plans"], tables["checks"], tables["limit"], tables["planned"]) == ([], [], None, False)
@@ -112,10 +106,6 @@ def test_every_grouping_adds_up_to_the_same(made) -> None:
             assert sum(row[part] for row in rows) == pytest.approx(whole)
         assert all(row["hidden"] == pytest.approx(row["overhead"] - row["exposed"]) for row in rows)
         assert [row["overhead"] for row in rows] == sorted((row["overhead"] for row in rows), reverse=True)
-
-
-def test_nothing_profiled_has_no_groups() -> None:
-    assert grouped(sample_report(5, overhead=False), "operator") == []
 
 
 def test_causes_of_an_idle_device_add_up(report: Report) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nimble_core.profiling.nvtx import COLOURS, call_bytes, call_name, colour
+from nimble_core.profiling.nvtx import call_bytes, call_name, colour
 from nimble_core.utils.errors import InputError
 from nimble_viz.analysis.labels import label_run
 from nimble_viz.export.nsys import write_nsys
@@ -68,14 +68,6 @@ def test_every_span_is_a_range(written: Any, make: Callable[[int], Report]) -> N
         given = [{name: one[name] for name in wanted[0]} for one in found if one["scope"].startswith(scope)]
         assert sorted(given, key=repr) == sorted(wanted, key=repr)
     assert len(found) == sum(len(line.spans) for line in report.timelines)
-
-
-@pytest.mark.compiler
-def test_streams_have_colours_and_phases_are_categories(written: Any) -> None:
-    report = training_report(40)
-    found = written(report)
-    assert {one["category"] for one in found} >= {"forward", "backward"}
-    assert len({one["color"] for one in found} & set(COLOURS)) > 1
 
 
 @pytest.mark.compiler
@@ -140,8 +132,3 @@ def test_what_is_refused(
     with pytest.raises(InputError, match=said):
         write_nsys(sample_report(3), tmp_path / name, merge=tmp_path / merge if merge else None)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_no_timelines(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="holds no timelines"):
-        sample_report(3, timelines=False).export(tmp_path / "out.nsys-rep")

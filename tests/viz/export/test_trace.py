@@ -120,15 +120,6 @@ def test_the_check_can_fail() -> None:
     assert [track.name for track in trace.tracks] == ["run", "stream 0", "stream 0 (2)"]
 
 
-def test_host_threads_nest() -> None:
-    spans = (Span(0, 0, 9, None, "outer"), Span(0, 4, 6, 1, "inner"), Span(0, 8, 12, 2, "across"))
-    trace = check(replace(BASE, timelines=(Timeline("eager", "measured", "drawn", (Lane("host", "host"),), spans),)))
-    rows = defaultdict(list)
-    for one in lanes_of(trace, 0):
-        rows[trace.tracks[one.track].name].append(one.name)
-    assert rows == {"host": ["outer", "inner"], "host (2)": ["across"]}
-
-
 def test_waits_of_the_schedule_are_flows() -> None:
     report = sample_report(60)
     trace = check(report)
@@ -195,26 +186,3 @@ def test_a_run_says_how_it_was_measured() -> None:
         assert f"profiled {format_ns(line.profiled_ns)}" in process.labels
         assert f"unprofiled {format_ns(line.unprofiled_ns)}" in process.labels
         assert told["distorted"] is ("DISTORTED by the profiler" in process.labels) is (line.run == "eager")
-
-
-def test_an_unreliable_run_says_so() -> None:
-    report = sample_report(12)
-    doubted = replace(report.timelines[1], reliable=False, unprofiled_ns=0.0, note="3 kernels missing")
-    (process,) = make_trace(replace(report, timelines=(doubted,))).processes
-    assert process.labels[-2:] == ("UNRELIABLE", "3 kernels missing")
-    assert dict(process.arguments)["reliable"] is False
-    assert "profiled_over_unprofiled" not in dict(process.arguments)
-
-
-def test_phases_of_a_step_have_a_row() -> None:
-    report = training_report(60)
-    trace = check(report)
-    row = next(index for index, track in enumerate(trace.tracks) if track.name == "phases")
-    assert report.overhead is not None
-    assert [one.name for one in trace.slices if one.track == row] == [one.phase for one in report.overhead.phases]
-    assert {one.category for one in lanes_of(trace, 1)} == {"forward", "loss", "backward", "optimizer"}
-
-
-def test_without_timelines_there_is_nothing() -> None:
-    trace = make_trace(sample_report(12, timelines=False))
-    assert (trace.processes, trace.tracks, trace.slices, trace.flows) == ((), (), (), ())
