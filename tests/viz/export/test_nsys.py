@@ -77,43 +77,6 @@ def test_a_lane_without_spans(written: Any) -> None:
     assert len(written(replace(report, timelines=(bare, report.timelines[1])))) == len(report.timelines[1].spans)
 
 
-WRITER = """
-from enum import Enum
-from nvtx import writer
-
-class TimeBase(Enum):
-    RELATIVE = 0
-    UTC = 1
-
-class Session(writer.Session):
-    def __new__(cls, *given, **named):
-        return super().__new__(cls)
-    def __init__(self, name, *, report_merge="", time_base=TimeBase.UTC):
-        asked.append((name, report_merge, time_base.name))
-        super().__init__(name, backend=writer.load_backend(BACKEND))
-
-asked = []
-"""
-
-
-@pytest.mark.compiler
-def test_the_package_of_nsight_systems_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A stand-in with the signature that is documented: the package comes with Nsight Systems alone.
-    (tmp_path / "nsys_writer.py").write_text(WRITER.replace("BACKEND", repr(str(built()))))
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "nsys_writer", raising=False)
-    monkeypatch.setenv("NVTX_TOOL_LOG", str(tmp_path / "log"))
-    monkeypatch.setenv("NSYS_WRITER_BACKEND", "")
-    report, out = sample_report(5), tmp_path / "out.nsys-rep"
-    write_nsys(report, out)
-    write_nsys(report, out, merge=tmp_path / "profile.nsys-rep")
-    asked = sys.modules["nsys_writer"].asked
-    named = str(tmp_path / "out")
-    assert asked == [(named, "", "RELATIVE"), (named, str(tmp_path / "profile.nsys-rep"), "RELATIVE")]
-    spans = sum(len(line.spans) for line in report.timelines)
-    assert [one["event"] for one in events(tmp_path / "log")].count("range") == 2 * spans
-
-
 @pytest.mark.parametrize(
     ("name", "backend", "merge", "said"),
     [

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nimble_core.ir.timeline import Lane, Span, Timeline
-from nimble_core.utils.units import format_ns
 from nimble_viz.export.trace import Slice, Trace, edges_in_time, make_trace
 from nimble_viz.render.report import Report
 from tests.support.sample_reports import CASES, fused_report, sample_report, training_report
@@ -171,18 +170,3 @@ def test_arguments_name_the_call() -> None:
     }
     eager = {dict(one.arguments)["call"] for one in lanes_of(trace, 0)}
     assert eager == set(range(60)), "the eager run counts in eager calls"
-
-
-def test_a_run_says_how_it_was_measured() -> None:
-    report = sample_report(12)
-    for process, line in zip(make_trace(report).processes, report.timelines, strict=True):
-        told = dict(process.arguments)
-        assert told["clock"] == line.clock
-        assert told["profiled_ns"] == round(line.profiled_ns)
-        assert told["unprofiled_ns"] == round(line.unprofiled_ns)
-        assert told["profiled_over_unprofiled"] == round(line.profiled_ns / line.unprofiled_ns, 3)
-        assert told["reliable"] is True
-        assert f"{line.source}, {line.clock}" in process.labels
-        assert f"profiled {format_ns(line.profiled_ns)}" in process.labels
-        assert f"unprofiled {format_ns(line.unprofiled_ns)}" in process.labels
-        assert told["distorted"] is ("DISTORTED by the profiler" in process.labels) is (line.run == "eager")
