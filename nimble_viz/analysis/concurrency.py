@@ -51,11 +51,6 @@ def in_flight(line: Timeline) -> tuple[int, float]:
     """Return the most spans on the device at one time, and their mean over the timeline's length.
 
     Calls that follow each other at one point of time were never side by side.
-
-    >>> from nimble_core.ir.timeline import Lane, Span
-    >>> spans = (Span(0, 0.0, 2.0, 0, "a"), Span(1, 1.0, 3.0, 1, "b"), Span(0, 2.0, 4.0, 2, "c"))
-    >>> in_flight(Timeline("mine", "measured", "host clock", (Lane("0", "stream"), Lane("1", "stream")), spans))
-    (2, 1.5)
     """
     times = flight_times(flights(line))
     busy = sum(running * ns for running, ns in enumerate(times))
@@ -67,11 +62,6 @@ def flights(line: Timeline) -> list[tuple[float, int]]:
 
     On a replay's streams or workers, and on the GPU streams of an eager run; host threads do not count. The last entry
     is at the timeline's last end, with 0.
-
-    >>> from nimble_core.ir.timeline import Lane, Span
-    >>> spans = (Span(0, 0.0, 2.0, 0, "a"), Span(1, 1.0, 3.0, 1, "b"), Span(0, 3.0, 4.0, 2, "c"))
-    >>> flights(Timeline("mine", "measured", "host clock", (Lane("0", "stream"), Lane("1", "stream")), spans))
-    [(0.0, 1), (1.0, 2), (2.0, 1), (4.0, 0)]
     """
     if not line.spans:
         return []

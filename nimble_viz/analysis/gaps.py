@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 from nimble_core.ir.call_graph import CallGraph, predecessors
@@ -22,7 +21,6 @@ __all__ = [
     "Gap",
     "StreamTime",
     "gaps",
-    "launch_gaps",
     "longest_gaps",
     "lost",
     "replay_gaps",
@@ -102,15 +100,6 @@ def gaps(graph: CallGraph, plan: Schedule, line: Timeline) -> list[Gap]:
 
     Complexity:
         O(edges + n log n) for n spans.
-
-    >>> from nimble_core.ir.call_graph import graph_from_edges
-    >>> from nimble_core.ir.timeline import Lane, Span
-    >>> lanes, plan = (Lane("0", "stream"), Lane("1", "stream")), Schedule("mine", (0, 1, 0), (0, 1, 2), ((1, 2),))
-    >>> spans = (Span(0, 0.0, 10.0, 0, "a"), Span(1, 2.0, 30.0, 1, "b"), Span(0, 33.0, 40.0, 2, "c"))
-    >>> line = Timeline("mine", "measured", "GPU clock", lanes, spans)
-    >>> found = gaps(graph_from_edges(3, [(0, 2), (1, 2)]), plan, line)
-    >>> [(one.call, one.awaited, one.launch_ns, one.wait_ns, one.unready_ns) for one in found]
-    [(2, 1, 3.0, 0.0, 20.0)]
     """
     if not line.spans:
         return []
@@ -216,25 +205,6 @@ def longest_gaps(report: ReportData, line: Timeline, found: Sequence[Gap], most:
             }
         )
     return rows
-
-
-def launch_gaps(found: Sequence[Gap], line: Timeline) -> list[dict[str, Any]]:
-    """Group launch gaps by what came before: how many, their sum and median, as text."""
-    lane_of = {span.call: span.lane for span in line.spans}
-    kinds: dict[str, list[float]] = {"after a call of its stream": [], "after one of another": [], "inside a call": []}
-    for gap in found:
-        if gap.awaited is None or gap.launch_ns <= 0:
-            continue
-        if gap.awaited == gap.call:
-            kind = "inside a call"
-        else:
-            kind = "after a call of its stream" if lane_of[gap.awaited] == gap.lane else "after one of another"
-        kinds[kind].append(gap.launch_ns)
-    return [
-        {"kind": kind, "count": len(ns), "ns": sum(ns), "text": format_ns(sum(ns)), "median": format_ns(median(ns))}
-        for kind, ns in kinds.items()
-        if ns
-    ]
 
 
 def _after(report: ReportData, line: Timeline, gap: Gap) -> str:

@@ -167,14 +167,6 @@ def chain_that_ran(graph: CallGraph, plan: Schedule, line: Timeline) -> tuple[in
 
     The last is the call that ended last; before each stands the one whose end it had to await last, of those that
     precede it in the graph, that the plan makes it wait for, and the one before it on its stream. O(edges + spans).
-
-    >>> from nimble_core.ir.call_graph import graph_from_edges
-    >>> from nimble_core.ir.timeline import Lane, Span
-    >>> spans = (Span(0, 0.0, 10.0, 0, "a"), Span(1, 2.0, 30.0, 1, "b"), Span(0, 33.0, 40.0, 2, "c"))
-    >>> line = Timeline("mine", "measured", "GPU clock", (Lane("0", "stream"), Lane("1", "stream")), spans)
-    >>> plan = Schedule("mine", (0, 1, 0), (0, 1, 2), ((1, 2),))
-    >>> chain_that_ran(graph_from_edges(3, [(0, 2), (1, 2)]), plan, line)
-    (1, 2)
     """
     end = _ends(line)
     if not end:

@@ -82,13 +82,6 @@ def live_bytes(program: Program, order: Sequence[int]) -> tuple[list[int], dict[
     Returns:
         The bytes, and for each intermediate storage the positions of the first and the last call that touches it (an
         output's last is the end). O(accesses).
-
-    >>> from nimble_core.ir.program import Access, Call, Program, Storage, TensorRef
-    >>> a, b = (TensorRef(k, 0, (2,), (1,), "float32", 4) for k in range(2))
-    >>> calls = (Call(0, "make", (), (Access(a, True),)), Call(1, "use", (), (Access(a, False), Access(b, True))))
-    >>> made = Storage(8, "intermediate")
-    >>> live_bytes(Program(calls, (made, made), (), (b,)), range(2))
-    ([8, 16], {0: (0, 1), 1: (1, 1)})
     """
     spans: dict[int, tuple[int, int]] = {}
     for position, call in enumerate(order):

@@ -12,8 +12,9 @@ from typing import Any
 from nimble_core.ir.timeline import Lane, Span, Timeline
 from nimble_core.utils.units import format_count, format_ns, format_percent, format_ratio
 from nimble_viz.analysis.concurrency import flight_times, flights, in_flight
-from nimble_viz.analysis.gaps import Gap, launch_gaps, longest_gaps, lost, replay_gaps, stream_times
+from nimble_viz.analysis.gaps import Gap, longest_gaps, lost, replay_gaps, stream_times
 from nimble_viz.analysis.labels import about, doubt_of, label_run, planned, share_rows
+from nimble_viz.analysis.overhead import IDLE
 from nimble_viz.analysis.phases import span_phases
 from nimble_viz.report.data import ReportData
 
@@ -23,12 +24,6 @@ DISTORTION_BOUND = 1.2
 """A profiled run so many times longer or shorter than the unprofiled one, beyond what that varies by, is distorted."""
 
 _LONGEST_GAPS = 8
-_IDLE = (
-    ("host_late_ns", "host late", "nothing was queued: the host had not begun to launch what came next"),
-    ("launch_ns", "launch", "the host was launching it, or it had been launched and had not begun"),
-    ("dependency_ns", "dependency", "it was queued in time and waited for what came before it"),
-    ("unknown_ns", "unknown", "its launch was not seen"),
-)
 
 
 def timelines(report: ReportData) -> list[dict[str, Any]]:
@@ -219,12 +214,6 @@ def _facts(report: ReportData, line: Timeline, found: list[Gap]) -> list[tuple[s
     spent = ", ".join(f"{row['name']} {row['share']}" for row in _lost(report, line, found))
     if spent:
         facts.append(("Time of the device" if line.run == "eager" else "Time of its streams", spent))
-    launches = "; ".join(
-        f"{row['kind']}: {format_count(row['count'])}, median {row['median']}, together {row['text']}"
-        for row in launch_gaps(found, line)
-    )
-    if launches:
-        facts.append(("Launch gaps", launches))
     return facts
 
 
@@ -236,7 +225,7 @@ def _lost(report: ReportData, line: Timeline, found: list[Gap]) -> list[dict[str
     profile = report.overhead
     if profile is None or profile.idle is None:
         return []
-    idle = [(name, getattr(profile.idle, key), meaning) for key, name, meaning in _IDLE]
+    idle = [(name.partition(",")[0], getattr(profile.idle, key), meaning) for key, name, meaning in IDLE]
     return share_rows([("busy", profile.device_busy_ns, "a kernel was running"), *idle])
 
 

@@ -341,12 +341,12 @@ def _phases(report: ReportData) -> _Columns:
 
 def _split(report: ReportData) -> _Columns:
     found = advice(report)
-    rows = [(split.run, part) for split in (found.eager, found.replay) if split for part in split.rows]
+    rows = [(split, name, ns) for split in (found.eager, found.replay) if split for name, ns, _ in split.rows]
     return {
-        "run": (str, [run for run, _ in rows]),
-        "part": (str, [part.name for _, part in rows]),
-        "ns": (float, [part.ns for _, part in rows]),
-        "share": (float, [part.share for _, part in rows]),
+        "run": (str, [split.run for split, _, _ in rows]),
+        "part": (str, [name for _, name, _ in rows]),
+        "ns": (float, [ns for _, _, ns in rows]),
+        "share": (float, [ns / split.total_ns if split.total_ns else 0.0 for split, _, ns in rows]),
     }
 
 
