@@ -7,21 +7,17 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from nimble_core.ir.costs import limit_ns
-from nimble_core.ir.measurement import SAME
-from nimble_core.ir.schedule import Schedule
-from nimble_core.scheduling.simulator import H200, simulate
 from nimble_core.utils.units import format_ns, format_percent
 from nimble_viz.analysis.labels import about, doubt_of, label_run, planned, plural, ratio_words, share_rows
 from nimble_viz.analysis.limit import Breakdown, breakdown
 from nimble_viz.analysis.provenance import is_layout_copy
-from nimble_viz.analysis.what_if import what_if
 from nimble_viz.analysis.work import CallWork, call_work
 from nimble_viz.report.data import EAGER_ALONE, OverheadProfile, ReportData
 
 __all__ = ["Advice", "Basis", "Change", "Split", "advice", "advice_data", "best_run"]
 
-Basis = Literal["measured", "simulated", "bound"]
-"""Measured in the same rounds; simulated from isolated costs; or the most that it can be, were its cause gone."""
+Basis = Literal["measured", "bound"]
+"""Measured in the same rounds, or the most that it can be, were its cause gone."""
 
 _EAGER = {"eager": "stay with eager", EAGER_ALONE: "stay with eager, on one thread (torch.set_num_threads(1))"}
 _COPIES = frozenset({"copy_", "clone", "_to_copy", "_foreach_copy_", "memcpy"})
@@ -58,7 +54,7 @@ class Change:
     Args:
         what: to do.
         run: what it would change.
-        gain_ns: off ``of_ns``: as measured or simulated, or at most.
+        gain_ns: off ``of_ns``: as measured, or at most.
         of_ns: what the run takes now.
         basis: what the gain rests on.
         why: where the number comes from.
@@ -81,7 +77,7 @@ class Change:
     @property
     def gain(self) -> str:
         """In words: ``"at most 41.0 µs of 120 µs (34.2%, bound)"``."""
-        about = {"measured": "", "simulated": "about ", "bound": "at most "}[self.basis]
+        about = {"measured": "", "bound": "at most "}[self.basis]
         whole = f"{format_ns(self.of_ns)}{' for each sample' if self.per_sample else ''}"
         return f"{about}{format_ns(self.gain_ns)} of {whole} ({format_percent(self.share)}, {self.basis})"
 
@@ -279,7 +275,6 @@ def _of_replay(report: ReportData, run: str, found: Breakdown | None) -> Iterato
     yield from _faster_runs(report, run, now)
     if plan is None:
         return
-    yield from _other_streams(report, run, plan, now)
     if found is None:
         return
 
@@ -325,17 +320,6 @@ def _faster_runs(report: ReportData, run: str, now: float) -> Iterator[Change]:
             what = _EAGER.get(other.name, f"run {label_run(report, other.name)} instead")
             why = f"{ratio_words(over, label_run(report, run))} in the same rounds"
             yield Change(what, run, now * (1 - 1 / over.value), now, "measured", why)
-
-
-def _other_streams(report: ReportData, run: str, plan: Schedule, now: float) -> Iterator[Change]:
-    found = what_if(report)
-    if found is None:
-        return
-    row = min(found["rows"], key=lambda one: float(one["ns"]))
-    ours = simulate(report.graph, plan, report.costs, H200).length_ns
-    if ours and row["ns"] * SAME < ours:
-        what = f"plan {plural(row['streams'], 'stream')} with policy {found['policy']}"
-        yield Change(what, run, now * (1 - row["ns"] / ours), now, "simulated", "simulated beside the plan that ran")
 
 
 def _other_kernels(

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from nimble_core.ir.program import Call
 from nimble_core.utils.units import format_ns, format_percent, format_ratio
-from nimble_viz.analysis.dag_boxes import components
+from nimble_viz.analysis.dag_layout import components
 from nimble_viz.analysis.labels import about, doubt_of, plural
 from nimble_viz.report.data import OverheadProfile, ReportData
 

@@ -28,7 +28,6 @@ def test_parts_add_up_and_gains_are_possible(case: str) -> None:
             assert fsum(shares) == pytest.approx(1.0 if split.rows else 0.0)
     for change in found.changes:
         assert 0 < change.gain_ns <= change.of_ns
-        assert change.basis in ("measured", "simulated", "bound")
         assert change.basis in change.gain
         assert report.measurement(change.run) or report.sampling
     gains = [change.gain_ns for change in found.changes if not change.per_sample]
@@ -126,15 +125,6 @@ def test_a_run_with_wrong_outputs_is_not_advised() -> None:
     )
     assert [one for one in advice(wrong).changes if one.basis == "measured"] == []
     assert all("instead" in one.what for one in right)
-
-
-def test_more_streams_are_a_simulated_gain() -> None:
-    report = sample_report(60, complete=False)
-    assert report.chosen == "nimble"
-    one_stream = replace(report, chosen="single", measurements=report.measurements[:2])
-    found = next(one for one in advice(one_stream).changes if one.basis == "simulated")
-    assert "streams" in found.what
-    assert found.gain.startswith("about ")
 
 
 def test_code_without_a_replay_is_told_of_its_input_and_its_waits() -> None:

@@ -9,8 +9,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nimble_viz.analysis.dag_boxes import nest
-from nimble_viz.analysis.dag_layout import lay_out, layers, order, stacked
+from nimble_viz.analysis.dag_layout import components, lay_out, layers, nest, order, stacked
 from tests.support.sample_reports import (
     tangled_report,
 )
@@ -98,3 +97,21 @@ def test_boxes_without_edges_lie_below_each_other_beside_the_others(rows: list[i
     assert max(free, default=-1) < max(tall, math.isqrt(max(len(free) - 1, 0)) + 1)
     if free:
         assert max(Counter(free).values()) <= max(1, math.ceil(len(free) / max(tall, 1)))
+
+
+@given(st.lists(st.lists(st.sampled_from(["a", "b", "layer", "0", "1"]), max_size=4).map(".".join), max_size=40))
+def test_groups_are_nested_runs_of_one_module(modules):
+    boxes = nest(modules)
+    for group, (first, last) in enumerate(zip(boxes.first, boxes.last, strict=True)):
+        assert last > first
+        around = boxes.parent[boxes.calls + group]
+        if around >= 0:
+            assert around < boxes.calls + group
+            outer = around - boxes.calls
+            assert boxes.first[outer] <= first
+            assert last <= boxes.last[outer]
+            assert (boxes.first[outer], boxes.last[outer]) != (first, last)
+        steps = components(boxes.name[group])
+        for module in modules[first : last + 1]:
+            path = components(module)
+            assert any(path[at : at + len(steps)] == steps for at in range(len(path)))

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 
 from nimble_core.ir.program import Access, Call, Program, Role, Storage, TensorRef
 from nimble_core.utils.units import format_bytes
-from nimble_viz.analysis.live_memory import HOLDERS, live_bytes, live_memory, live_text
+from nimble_viz.analysis.live_memory import HOLDERS, live_bytes, live_memory, live_text, memory
 from nimble_viz.report.data import EngineMemory, Memory
 from tests.support.sample_reports import (
+    CASES,
     RENDERED,
     fused_report,
+    old_report,
     plan_report,
     profile_report,
     sample_report,
@@ -155,3 +157,18 @@ def test_text_names_the_peak_and_what_holds_it(case: str) -> None:
         assert text.count("last used by") + text.count("kept to the end, an output") >= len(holders)
         assert all(("kept to the end" in row["text"]) == row["output"] for row in holders)
     assert "\x1b" not in text
+
+
+def test_memory_says_what_reuse_saved():
+    report = sample_report(60)
+    single, nimble = memory(report)["engines"]
+    assert nimble["label"] == "nimble replay"
+    assert [nimble[key] for key in ("arena", "unshared", "saved", "workspaces", "held")] == [
+        "46.0 MiB", "160 MiB", "114 MiB (71.2%)", "64.0 MiB", "164 MiB",
+    ]  # fmt: skip
+    assert not single["chosen"]
+    assert ("Held by nimble replay", "164 MiB") in memory(old_report())["facts"]
+    assert memory(old_report())["engines"] == []
+    assert memory(CASES["host"]()) is None
+    none = replace(report, memory=Memory(planned=(EngineMemory("nimble", 512, 500, 0),)))
+    assert memory(none)["engines"][0]["saved"] == "nothing"

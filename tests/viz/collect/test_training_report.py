@@ -13,7 +13,7 @@ import torch
 
 import nimble_viz
 from nimble_core.ir.program import Phase
-from nimble_viz.analysis.dag_boxes import nest
+from nimble_viz.analysis.dag_layout import nest
 from nimble_viz.analysis.payload import unpack, view_data
 from nimble_viz.analysis.phases import PHASES, phase_syncs, phases, span_phases
 from nimble_viz.analysis.summary import verdict
@@ -109,7 +109,7 @@ def test_host_synchronisations_name_their_phase(report: Report) -> None:
 
 
 def test_memory_is_held_against_eagers_peak(report: Report) -> None:
-    from nimble_viz.analysis.memory import memory
+    from nimble_viz.analysis.live_memory import memory
 
     held = dict(report.memory.engines)["single"]
     known = replace(report, memory=replace(report.memory, eager_peak=2 * held))
