@@ -58,19 +58,10 @@ def components(module: str) -> tuple[str, ...]:
 
 
 def nest(modules: Sequence[str], phases: Sequence[str] | None = None) -> Boxes:
-    """Group neighbouring calls by module path, step by step.
+    """Group neighbouring calls by module path, step by step; where there are ``phases``, they are the outermost groups.
 
-    No groups of one call, or of all calls of their parent.
-
-    A step that holds all calls of the group around it is said in that group's name, unless that is a phase; one that
-    holds all calls vanishes.
-
-    Args:
-        modules: module path of each call, in program order.
-        phases: phase of each call: the outermost groups; None: no such groups.
-
-    Returns:
-        The boxes; a group's number is higher than that of the group around it. O(calls × depth).
+    No group holds one call, or all calls of its parent: such a step is said in the parent's name, unless that is a
+    phase; one that holds all calls vanishes. A group's number is higher than its parent's. O(calls × depth).
 
     >>> nest(["a.x", "a.x", "a.y", "b"]).name
     ('a', 'x')
@@ -129,14 +120,7 @@ def _runs(paths: Sequence[tuple[str, ...]], begin: int, end: int, depth: int) ->
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """Places that the edges from one call hold free in neighbouring rows of one group.
-
-    Args:
-        source: the call that the edges come from.
-        within: the group that the rows belong to, -1 for the outermost rows.
-        first: the first of the rows.
-        places: position in each row.
-    """
+    """Places that the edges from call ``source`` hold free in rows ``first``, … of one group (-1: the outermost)."""
 
     source: int
     within: int
@@ -155,23 +139,14 @@ class Layout:
 
 @dataclass(slots=True)
 class _Routes:
-    """The way of every edge through the groups, from its producer up and down to its consumer.
+    """The way of every edge through the groups, from its producer up and down to its consumer."""
 
-    Args:
-        inside: boxes of each group, in program order.
-        between: edges between boxes of one group, by group.
-        holds: the box of a group that a source is in.
-        leaves: sources whose edges leave the group.
-        targets: boxes of a group that edges of a source lead to.
-        fed: boxes that edges enter from outside their group.
-    """
-
-    inside: dict[int, list[int]] = field(default_factory=dict)
-    between: dict[int, set[tuple[int, int]]] = field(default_factory=dict)
-    holds: dict[_Source, int] = field(default_factory=dict)
-    leaves: set[_Source] = field(default_factory=set)
-    targets: dict[_Source, set[int]] = field(default_factory=dict)
-    fed: set[int] = field(default_factory=set)
+    inside: dict[int, list[int]] = field(default_factory=dict)  # boxes of each group, in program order
+    between: dict[int, set[tuple[int, int]]] = field(default_factory=dict)  # edges between boxes of each group
+    holds: dict[_Source, int] = field(default_factory=dict)  # the box of a group that a source is in
+    leaves: set[_Source] = field(default_factory=set)  # sources whose edges leave the group
+    targets: dict[_Source, set[int]] = field(default_factory=dict)  # boxes of a group that edges of a source lead to
+    fed: set[int] = field(default_factory=set)  # boxes that edges enter from outside their group
 
 
 def lay_out(boxes: Boxes, edges: Sequence[tuple[int, int]]) -> Layout:
@@ -283,15 +258,9 @@ def _place(
 
 
 def layers(size: int, edges: Sequence[tuple[int, int]], fed: Collection[int] = ()) -> list[int]:
-    """Return the row of each box: its longest path; a source sinks to just above its first reader.
+    """Return the row of each box, 0 on top: its longest path; a source sinks to just above its first reader.
 
-    Args:
-        size: number of boxes.
-        edges: ``(u, v)`` with u < v.
-        fed: boxes that also read from outside; they do not sink.
-
-    Returns:
-        The rows, 0 on top. O(boxes + edges · log edges).
+    Edges are ``(u, v)`` with u < v. Boxes that are ``fed`` from outside do not sink. O(boxes + edges · log edges).
 
     >>> layers(5, [(0, 1), (1, 2), (2, 4), (3, 4)])
     [0, 1, 2, 2, 3]
@@ -308,11 +277,7 @@ def layers(size: int, edges: Sequence[tuple[int, int]], fed: Collection[int] = (
 
 
 def stacked(row: Sequence[int], tied: Collection[int]) -> list[int]:
-    """Move boxes without any edge below each other, beside the others, instead of all into the first row.
-
-    Args:
-        row: of each box.
-        tied: boxes with edges; their rows stay.
+    """Move boxes without any edge (not ``tied``) below each other, beside the others, not all into the first row.
 
     >>> stacked([0, 1, 2, 0, 0, 0, 0], {0, 1, 2})
     [0, 1, 2, 0, 0, 1, 1]
@@ -334,15 +299,8 @@ def order(row: Sequence[int], links: Sequence[tuple[int, int]], width: Sequence[
 
     By the method of Sugiyama, Tagawa and Toda (1981): sweeps down and up pull each box towards the mean of its
     neighbours, its row is put in that order, and the row is spread as little as needed (least squares). Ties keep
-    the order of the indices.
-
-    Args:
-        row: row of each box.
-        links: ``(u, v)`` with row[u] < row[v].
-        width: width of each box.
-
-    Returns:
-        The middle of each box. O((boxes + links) · log boxes).
+    the order of the indices. Links ``(u, v)`` have row[u] < row[v]. Returns the middle of each box.
+    O((boxes + links) · log boxes).
 
     >>> order([0, 1, 1, 2], [(0, 1), (0, 2), (1, 3), (2, 3)], [1.0] * 4)
     [0.0, -0.5, 0.5, 0.0]

@@ -123,9 +123,7 @@ class DifferenceData:
 
     Args:
         model: name of the new report's model.
-        matched: calls found in both.
-        added: calls of the new report only.
-        removed: calls of the old one only.
+        matched: number of calls found in both; ``added`` and ``removed`` are in one only.
         moved: matched calls that the chosen plans put on different streams.
         recosted: matched calls whose cost changed beyond its spread.
         chosen: the chosen runs against each other; None if neither was measured, or they do not the same work.

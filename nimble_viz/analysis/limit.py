@@ -113,21 +113,10 @@ def limit(report: ReportData, run: str) -> dict[str, Any] | None:
 def breakdown(
     graph: CallGraph, plan: Schedule, costs: Costs, line: Timeline, wall_ns: float, spread: float = 0.0
 ) -> Breakdown | None:
-    """Walk back from the call that ended last: each step goes to the call whose end it had to await last.
+    """Take a watched replay ``line`` of ``plan`` apart along ``chain_that_ran``; None if no span belongs to a call.
 
-    Args:
-        graph: hazards.
-        plan: streams and order; the call before on the stream, and the calls waited for, count as awaited.
-        costs: isolated times.
-        line: the replay of ``plan``, watched; a call may have several spans.
-        wall_ns: wall time of the replay, unwatched. Where watching slowed the replay, ``launch`` is 0, and not less.
-        spread: interquartile range of that, over it.
-
-    Returns:
-        None if no span belongs to a call.
-
-    Complexity:
-        O(edges + spans).
+    ``wall_ns`` is the time of the unwatched replay, ``spread`` its interquartile range over it. Where watching slowed
+    the replay, ``launch`` is 0, and not less. O(edges + spans).
     """
     chain = chain_that_ran(graph, plan, line)
     if not chain:

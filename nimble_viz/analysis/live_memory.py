@@ -1,7 +1,7 @@
 """Memory: what the device held, engine by engine; and live bytes call by call, and which results hold their peak.
 
-Live bytes are counted from the calls alone, in the order of issue: that is what a run needs, not what it takes.
-In eager Python keeps what a variable still names, and a replay on several streams shares bytes only where calls are ordered.
+Live bytes are counted from the calls alone, in the order of issue: what a run needs, not what it takes. Python keeps
+what a variable still names, and a replay on several streams shares bytes only where calls are ordered.
 """
 
 from __future__ import annotations
@@ -35,12 +35,10 @@ _FIXED = {
 def live_memory(report: ReportData) -> dict[str, Any] | None:
     """Describe live memory in eager's order of calls and in the chosen plan's; None where it is not known.
 
-    A run has ``run``, ``label``, ``eager`` (whether it counts in eager calls where these are others), ``peak`` (as text
-    ``peak_text``), ``peak_at`` (position), ``where``, ``total`` (of all results), ``facts``, ``marks`` (sizes to draw
-    beside it: label, bytes), ``columns``: by position ``call``, ``live`` (bytes while it runs), ``makes`` (bytes it
-    makes) and ``held`` (for how many calls more something that it makes is alive); ``holders``: the largest results
-    that are alive at the peak, largest first; ``more`` and ``more_bytes`` of those that are not listed. ``alike``: both
-    runs are the same. ``fixed``: what is there before the first call and after the last.
+    A run's ``columns`` are by position: ``call``, ``live`` (bytes while it runs), ``makes`` (bytes it makes) and
+    ``held`` (for how many calls more something that it makes is alive). ``marks`` are sizes to draw beside it,
+    ``holders`` the largest results that are alive at the peak. ``alike``: both runs are the same. ``fixed``: what is
+    there before the first call and after the last.
     """
     if not any(storage.role == "intermediate" and storage.nbytes for storage in report.program.storages):
         return None

@@ -29,13 +29,9 @@ _LONGEST_GAPS = 8
 def timelines(report: ReportData) -> list[dict[str, Any]]:
     """Describe each timeline, eager first.
 
-    Spans as columns, whole nanoseconds from that run's first start.
-
-    ``idle`` is ``device_idle``; that of a lane is the same of the lane alone, None of a host thread. ``facts`` are
-    ``(name, text)``: the self-check, what ran side by side, what the streams' time went to, the critical path, planned
-    and observed streams. ``marks`` are what to doubt, in words. ``gaps`` are columns, too: every stretch in which a
-    stream stood still before a call, by the span that ended it. A replay that failed its self-check has none: where
-    kernels are missing, nothing can be said about the time between them.
+    Spans and gaps are columns, whole nanoseconds from that run's first start. ``idle`` is ``device_idle``, of a lane
+    that of the lane alone. ``marks`` are what to doubt, in words. A replay that failed its self-check has no gaps:
+    where kernels are missing, nothing can be said about the time between them.
     """
     return [_shown(report, line) for line in sorted(report.timelines, key=lambda line: line.run != "eager")]
 
@@ -127,10 +123,8 @@ def distorted(report: ReportData, line: Timeline) -> bool:
 def device_idle(report: ReportData, line: Timeline) -> float:
     """Return the share of a run's length during which no stream of the device did anything.
 
-    The length of a replay is that from its first start to its last end, as its lanes are drawn; of the eager run that
-    of the profiled run, the wait for the device at its end included. Of the eager run this is
-    ``OverheadProfile.device_idle_share``: where operators run on the host, too, of which the profile knows what is
-    their own work, and the timeline does not.
+    Of a replay from its first start to its last end; of the profiled eager run ``OverheadProfile.device_idle_share``,
+    as only the profile knows what is the operators' own work on the host.
     """
     if line.run == "eager" and report.overhead is not None:
         return report.overhead.device_idle_share

@@ -31,7 +31,7 @@ from nimble_viz.render.report import Report
 from nimble_viz.render.verdict_text import headline
 from nimble_viz.render.verdicts import Difference, diff
 from nimble_viz.report.data import HostSync
-from tests.support.sample_reports import RENDERED, fused_report, plan_report, sample_report, training_report
+from tests.support.sample_reports import RENDERED, fused_report, sample_report, training_report
 
 
 def call(operator: str = "aten.relu.default", module: str = "", line: int = 1, index: int = 0) -> Call:
@@ -150,11 +150,6 @@ def test_costs_change_beyond_their_spread(new_ns: float, spread: float, changed:
     first, second = old.program.calls[0], new.program.calls[0]
     wanted = (CostChange(first, second, 1000.0, new_ns, spread, spread),) if changed else ()
     assert diff(old, new).recosted == wanted
-
-
-def test_costs_that_were_not_measured_are_not_compared() -> None:
-    (note,) = diff(sample_report(60), replace(plan_report(), program=sample_report(60).program)).notes
-    assert "not measured" in note
 
 
 @pytest.mark.parametrize(

@@ -116,10 +116,7 @@ def test_causes_of_an_idle_device_add_up(report: Report) -> None:
         ("Idle: dependency, queued behind others", "0 ns, 0.0%"),
     ]
     assert idle_causes(replace(report.overhead, idle=None)) == []
-    facts = dict(overhead(report)["facts"])
-    assert (facts["Waits for the device"], facts["Waits for the data loader"]) == ("70.0 µs", "200 µs")
-    assert facts["Unattributed"] == "300 µs, 30.0%"
-    assert facts["Same run unprofiled"] == "not timed"
+    assert dict(overhead(report)["facts"])["Unattributed"] == "300 µs, 30.0%"
 
 
 def test_an_optimizer_whose_calls_eager_did_not_make_has_one_row() -> None:
@@ -128,9 +125,6 @@ def test_an_optimizer_whose_calls_eager_did_not_make_has_one_row() -> None:
     (row,) = (one for one in grouped(report, "operator") if one["whole"])
     assert (row["name"], row["calls"]) == (name, 2)
     assert row["overhead"] == report.overhead.calls[-1].overhead_ns
-    modules = {one["name"]: one for one in grouped(report, "module")}
-    assert modules["(the optimizer)"]["overhead"] == row["overhead"]
-    assert "c1" not in modules
     trees = {root.path: root for root in module_tree(report)}
     assert trees["(the optimizer)"].eager == list(report.overhead.shared)
     assert overhead(report)["shared"] == {"name": name, "calls": list(report.overhead.shared)}
@@ -154,5 +148,3 @@ def test_a_phase_inside_fused_calls_of_others_is_told_so() -> None:
     assert (rows["loss"]["calls"], rows["loss"]["inside"]) == (0, f"inside 1 call of {lost.phase}")
     assert (rows["loss"]["cost"], rows["loss"]["path"], rows["loss"]["share"]) == ("", "", "")
     assert {row["inside"] for name, row in rows.items() if name != "loss"} == {""}
-    assert f"loss: inside 1 call of {lost.phase}, fused with theirs" in plain_text(report, 140)
-    assert all(row["inside"] == "" for row in phases(training_report())["rows"])

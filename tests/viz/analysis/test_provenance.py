@@ -8,7 +8,6 @@ import pytest
 
 from nimble_core.ir.costs import uniform_costs
 from nimble_core.ir.program import Access, Call, TensorRef
-from nimble_viz.analysis.payload import view_data
 from nimble_viz.analysis.provenance import (
     became,
     fused_calls,
@@ -79,14 +78,6 @@ def test_layout_copies_are_counted_apart_from_what_nobody_explains():
     assert facts["Unmapped (no eager call explains it)"].startswith("0 calls")
     rows = fused_calls(other, len(other.program.calls))
     assert [row["kernel"] for row in rows if row["eager"] == "layout copy"] == ["triton_poi_fused_clone_0"]
-
-
-def test_nothing_fused_needs_no_provenance():
-    report = sample_report(60)
-    assert provenance(report) is None
-    assert fused_calls(report, 5) == []
-    assert became(report) == tuple((index,) for index in range(60))
-    assert view_data(report)["eager"] is None
 
 
 def test_an_unmapped_call_does_not_tear_its_module_apart():

@@ -18,7 +18,6 @@ from tests.support.sample_reports import (
     HOSTILE,
     RENDERED,
     fused_report,
-    old_report,
     sample_report,
 )
 
@@ -122,18 +121,6 @@ def test_lines_stand_beside_their_text() -> None:
     assert best[0]["value"] >= best[1]["value"]
     assert best[0]["text"].startswith("b")
     assert 0 < best[0]["share"] < 1
-
-
-def test_a_report_without_code_shows_figures_by_file() -> None:
-    found = shown(old_report())
-    block = found["functions"][0]
-    assert (block["file"], block["text"], block["note"]) == (
-        "sample_net/modeling.py",
-        [],
-        "this report carries no code",
-    )
-    assert both(found, "calls") == 60
-    assert "30" in source_text(old_report())
 
 
 def test_without_a_watched_replay_calls_count_alone() -> None:

@@ -15,7 +15,6 @@ from nimble_core.ir.schedule import Schedule
 from nimble_core.ir.timeline import Lane, SelfCheck, Span, Timeline
 from nimble_core.utils.units import format_percent
 from nimble_viz.analysis.concurrency import flights
-from nimble_viz.analysis.limit import limit
 from nimble_viz.analysis.overhead import overhead
 from nimble_viz.analysis.summary import summary
 from nimble_viz.analysis.timeline import axis_note, distorted, timelines
@@ -89,17 +88,6 @@ def test_a_failed_self_check_marks_page_text_exports_and_value() -> None:
     assert make_table(report, "gaps").rows == []
 
 
-def test_the_limit_is_not_explained_by_an_unreliable_replay() -> None:
-    report = sample_report(60)
-    name = report.chosen
-    wall = replace(report.measurement(name), median_ns=9 * report.critical_path_ns)
-    slow = replace(report, measurements=(wall,))
-    assert limit(slow, name)["parts"]
-    lines = tuple(replace(line, reliable=line.run != name) for line in report.timelines)
-    assert limit(replace(slow, timelines=lines), name)["parts"] == []
-    assert "not watched" in limit(replace(slow, timelines=lines), name)["sentence"]
-
-
 @pytest.mark.parametrize(
     ("unprofiled", "marked"), [(50.0, False), (41.7, False), (41.6, True), (60.0, False), (61.0, True)]
 )
@@ -151,16 +139,6 @@ def drawn_lines(draw: st.DrawFn) -> Timeline:
 def test_flights_count_what_runs_at_a_time(line: Timeline, at: int) -> None:
     running = sum(s.start_ns <= at + 0.5 < s.end_ns for s in line.spans if line.lanes[s.lane].kind != "host")
     assert next((count for since, count in reversed(flights(line)) if since <= at + 0.5), 0) == running
-
-
-def test_timelines_start_at_zero_eager_first_and_mark_distortion():
-    shown = timelines(sample_report(60))
-    assert [line["run"] for line in shown] == ["eager", "single", "nimble"]
-    assert all(min(line["columns"]["start"]) == 0 for line in shown)
-    assert shown[0]["distorted"]
-    assert not shown[2]["distorted"]
-    assert all((lane["idle"] is None) == (lane["kind"] == "host") for line in shown for lane in line["lanes"])
-    assert all(0 <= lane["idle"] < 1 for line in shown for lane in line["lanes"] if lane["kind"] != "host")
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

@@ -94,6 +94,11 @@ def test_names_that_mean_something_to_dot_are_only_names(name: str) -> None:
     assert len(nodes) == 12
 
 
+def test_a_schedule_that_is_not_there_is_named() -> None:
+    with pytest.raises(InputError, match="no schedule 'nosuch'(.|\n)*'single', 'nimble'"):
+        digraph(sample_report(12), "nosuch")
+
+
 @needs_dot
 @pytest.mark.parametrize(("suffix", "begins"), [("svg", b"<?xml"), ("pdf", b"%PDF"), ("png", b"\x89PNG")])
 @pytest.mark.parametrize(
