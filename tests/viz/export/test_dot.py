@@ -95,7 +95,7 @@ def test_names_that_mean_something_to_dot_are_only_names(name: str) -> None:
 
 
 def test_a_schedule_that_is_not_there_is_named() -> None:
-    with pytest.raises(InputError, match="no schedule 'nosuch'(.|\n)*'single', 'nimble'"):
+    with pytest.raises(InputError, match=r"no schedule 'nosuch'(.|\n)*'single', 'nimble'"):
         digraph(sample_report(12), "nosuch")
 
 
