@@ -7,21 +7,17 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from nimble_core.ir.costs import limit_ns
-from nimble_core.ir.measurement import SAME
-from nimble_core.ir.schedule import Schedule
-from nimble_core.scheduling.simulator import H200, simulate
 from nimble_core.utils.units import format_ns, format_percent
-from nimble_viz.analysis.labels import about, doubt_of, label_call, label_run, planned, plural, ratio_words
+from nimble_viz.analysis.labels import about, doubt_of, label_run, planned, plural, ratio_words, share_rows
 from nimble_viz.analysis.limit import Breakdown, breakdown
 from nimble_viz.analysis.provenance import is_layout_copy
-from nimble_viz.analysis.what_if import what_if
 from nimble_viz.analysis.work import CallWork, call_work
 from nimble_viz.report.data import EAGER_ALONE, OverheadProfile, ReportData
 
-__all__ = ["Advice", "Basis", "Change", "Part", "Split", "advice", "advice_data", "best_run"]
+__all__ = ["Advice", "Basis", "Change", "Split", "advice", "advice_data", "best_run"]
 
-Basis = Literal["measured", "simulated", "bound"]
-"""Measured in the same rounds; simulated from isolated costs; or the most that it can be, were its cause gone."""
+Basis = Literal["measured", "bound"]
+"""Measured in the same rounds, or the most that it can be, were its cause gone."""
 
 _EAGER = {"eager": "stay with eager", EAGER_ALONE: "stay with eager, on one thread (torch.set_num_threads(1))"}
 _COPIES = frozenset({"copy_", "clone", "_to_copy", "_foreach_copy_", "memcpy"})
@@ -29,18 +25,6 @@ _LEAST = 0.01
 """Changes that gain less than this share are not worth a line."""
 _MEMORY_BOUND = 2.0
 """Operations for each byte below which a call only waits for memory, on any device there is."""
-_RATE_SHARE = 0.01
-"""Calls that take less than this share of all are too short for their rates to mean anything."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One part of an iteration: its time, its share of all parts, and what it is, in words."""
-
-    name: str
-    ns: float
-    share: float
-    meaning: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +33,18 @@ class Split:
 
     Args:
         run: name of the run.
-        rows: its parts; they add up to ``total_ns``.
-        total_ns: of what was taken apart: the watched run, which may be longer than the unwatched.
+        rows: name, nanoseconds and meaning of its parts; of the watched run, which may be longer than the unwatched.
         note: how it was measured.
     """
 
     run: str
-    rows: tuple[Part, ...]
-    total_ns: float
+    rows: tuple[tuple[str, float, str], ...]
     note: str
+
+    @property
+    def total_ns(self) -> float:
+        """What the parts add up to."""
+        return sum(ns for _, ns, _ in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +54,7 @@ class Change:
     Args:
         what: to do.
         run: what it would change.
-        gain_ns: off ``of_ns``: as measured or simulated, or at most.
+        gain_ns: off ``of_ns``: as measured, or at most.
         of_ns: what the run takes now.
         basis: what the gain rests on.
         why: where the number comes from.
@@ -90,7 +77,7 @@ class Change:
     @property
     def gain(self) -> str:
         """In words: ``"at most 41.0 µs of 120 µs (34.2%, bound)"``."""
-        about = {"measured": "", "simulated": "about ", "bound": "at most "}[self.basis]
+        about = {"measured": "", "bound": "at most "}[self.basis]
         whole = f"{format_ns(self.of_ns)}{' for each sample' if self.per_sample else ''}"
         return f"{about}{format_ns(self.gain_ns)} of {whole} ({format_percent(self.share)}, {self.basis})"
 
@@ -166,28 +153,13 @@ def _split_data(report: ReportData, split: Split | None) -> dict[str, Any] | Non
         return None
     return {
         "run": label_run(report, split.run),
-        "rows": [
-            {
-                "name": row.name,
-                "ns": row.ns,
-                "text": format_ns(row.ns),
-                "share": format_percent(row.share),
-                "meaning": row.meaning,
-            }
-            for row in split.rows
-        ],
+        "rows": share_rows(split.rows),
         "total": format_ns(split.total_ns),
         "note": split.note,
     }
 
 
 # What iterations are made of.
-
-
-def _split(run: str, parts: list[tuple[str, float, str]], note: str) -> Split:
-    total = sum(ns for _, ns, _ in parts)
-    rows = tuple(Part(name, ns, ns / total if total else 0.0, meaning) for name, ns, meaning in parts if ns)
-    return Split(run, rows, total, note)
 
 
 def _eager(report: ReportData, profile: OverheadProfile) -> Split:
@@ -209,7 +181,7 @@ def _eager(report: ReportData, profile: OverheadProfile) -> Split:
     if profile.unprofiled_ns:
         note += "; without the profiler it takes "
         note += about(format_ns(profile.unprofiled_ns), doubt_of(report.measurement("eager")))
-    return _split("eager", parts, note)
+    return Split("eager", tuple(part for part in parts if part[1]), note)
 
 
 def _watched(report: ReportData, run: str) -> Breakdown | None:
@@ -252,7 +224,7 @@ def _replay(report: ReportData, run: str, found: Breakdown) -> Split:
     if found.calls != report.critical_path:
         note += f"; the critical path, {plural(len(report.critical_path), 'call')}, is the longest by isolated times"
     note += f"; unwatched it takes {about(format_ns(taken.median_ns), doubt_of(taken))}"
-    return _split(run, parts, note)
+    return Split(run, tuple(part for part in parts if part[1]), note)
 
 
 def _on_host(report: ReportData) -> bool:
@@ -303,7 +275,6 @@ def _of_replay(report: ReportData, run: str, found: Breakdown | None) -> Iterato
     yield from _faster_runs(report, run, now)
     if plan is None:
         return
-    yield from _other_streams(report, run, plan, now)
     if found is None:
         return
 
@@ -351,24 +322,13 @@ def _faster_runs(report: ReportData, run: str, now: float) -> Iterator[Change]:
             yield Change(what, run, now * (1 - 1 / over.value), now, "measured", why)
 
 
-def _other_streams(report: ReportData, run: str, plan: Schedule, now: float) -> Iterator[Change]:
-    found = what_if(report)
-    if found is None:
-        return
-    row = min(found["rows"], key=lambda one: float(one["ns"]))
-    ours = simulate(report.graph, plan, report.costs, H200).length_ns
-    if ours and row["ns"] * SAME < ours:
-        what = f"plan {plural(row['streams'], 'stream')} with policy {found['policy']}"
-        yield Change(what, run, now * (1 - row["ns"] / ours), now, "simulated", "simulated beside the plan that ran")
-
-
 def _other_kernels(
     report: ReportData, found: Breakdown, rows: list[CallWork], bound: Callable[[str, float, str], Change]
 ) -> Iterator[Change]:
-    """Suggest faster kernels on the chain that ran longest: those far from the best rates, and memory-bound ones."""
+    """Suggest to compute memory-bound calls of the chain that ran longest inside their neighbours' kernels."""
     if report.work is None:
         return
-    calls, ns = report.program.calls, report.costs.ns
+    ns = report.costs.ns
     light = [
         call
         for call in found.calls
@@ -383,27 +343,4 @@ def _other_kernels(
             f"kernels (fuse={compiled!r})",
             sum(ns[call] for call in light),
             f"calls of the chain that ran longest with less than {_MEMORY_BOUND:g} operations for each byte",
-        )
-    least = min((one for one in ns if one > 0), default=0.0)
-    enough = _RATE_SHARE * report.costs.total_ns
-    rates: dict[str, tuple[float, float]] = {}
-    for call, row in zip(calls, rows, strict=True):
-        if ns[call.index] >= enough and call.accesses:
-            gflops, gbytes = rates.get(call.accesses[-1].ref.dtype, (0.0, 0.0))
-            rates[call.accesses[-1].ref.dtype] = max(gflops, row.gflops or 0.0), max(gbytes, row.gbytes or 0.0)
-    above: dict[str, float] = {}
-    for index in found.calls:
-        call, row = calls[index], rows[index]
-        gflops, gbytes = rates.get(call.accesses[-1].ref.dtype, (0.0, 0.0)) if call.accesses else (0.0, 0.0)
-        if row.flops is None or (row.flops and not gflops) or not gbytes:
-            continue
-        floor = max(row.flops / gflops if gflops else 0.0, row.nbytes / gbytes, least)
-        label = label_call(call)
-        above[label] = above.get(label, 0.0) + max(0.0, ns[index] - floor)
-    if above:
-        label = max(above, key=lambda name: (above[name], name))
-        yield bound(
-            f"faster kernels for {label}",
-            above[label],
-            "at the best rates that calls of the same type reach in this report",
         )

@@ -11,7 +11,7 @@ from nimble_core.utils.units import format_bytes, format_ns
 from nimble_viz.analysis.labels import error_text, label_plan, plural, ratio_cell, ratio_words
 from nimble_viz.report.data import ReportData
 
-__all__ = ["FOLDED_ABOVE", "candidates", "pays_back"]
+__all__ = ["FOLDED_ABOVE", "candidates"]
 
 FOLDED_ABOVE = 3
 """So many plans that were never captured are listed one by one; more are folded to one line for each reason."""
@@ -38,18 +38,6 @@ def candidates(report: ReportData) -> dict[str, Any] | None:
         "rows": [_row(report, one, single) for one in shown],
         "folded": [_group(report, [one for one in rest if one.note == note]) for note in reasons],
     }
-
-
-def pays_back(cost_s: float, median_ns: float, baseline_ns: float) -> int | None:
-    """Count the calls after which ``cost_s`` of preparation breaks even; None if calls are not faster.
-
-    >>> pays_back(0.001, 300_000, 550_000), pays_back(0.001, 550_000, 550_000)
-    (4, None)
-    """
-    gain_ns = baseline_ns - median_ns
-    if gain_ns <= 0:
-        return None
-    return ceil(max(cost_s, 0.0) * 1e9 / gain_ns)
 
 
 def _single(report: ReportData) -> Candidate | None:
@@ -116,7 +104,8 @@ def _pays(over: Ratio | None, cost_s: float, baseline: Measurement | None) -> st
         return ""
     if over.verdict != "faster":
         return "never" if over.decided else "undecided"
-    calls = pays_back(cost_s, baseline.median_ns / over.value, baseline.median_ns)
+    gain_ns = baseline.median_ns * (1 - 1 / over.value)
+    calls = ceil(max(cost_s, 0.0) * 1e9 / gain_ns)
     return f"after {plural(calls, 'call')}" if calls else "at once"
 
 

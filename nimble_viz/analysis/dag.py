@@ -8,8 +8,7 @@ from typing import Any
 
 from nimble_core.ir.schedule import Schedule
 from nimble_viz.analysis.advice import best_run
-from nimble_viz.analysis.dag_boxes import Boxes, nest
-from nimble_viz.analysis.dag_layout import lay_out
+from nimble_viz.analysis.dag_layout import Boxes, lay_out, nest
 from nimble_viz.analysis.labels import label_call, label_run, trains
 from nimble_viz.analysis.provenance import nesting_modules
 from nimble_viz.report.data import ReportData

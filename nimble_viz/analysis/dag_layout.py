@@ -1,4 +1,6 @@
-"""Lay out the DAG's boxes: rows and positions of each group by itself, and lanes for the edges that pass them.
+"""Group calls into nested boxes, modules as contiguous runs of calls, and lay these out.
+
+All edges point from lower to higher index, so contracting any run of neighbouring calls leaves a DAG.
 
 Each group is laid out once, whatever is folded elsewhere: the viewer only places boxes of known rows and order beside
 and below each other. An edge that passes rows of a group runs through a lane there, a chain of places one row each,
@@ -11,9 +13,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from nimble_viz.analysis.dag_boxes import Boxes
-
-__all__ = ["Lane", "Layout", "lay_out", "layers", "order", "spread_row", "stacked"]
+__all__ = ["Boxes", "Lane", "Layout", "components", "lay_out", "layers", "nest", "order", "spread_row", "stacked"]
 
 _SWEEPS = 4
 _LANE_WIDTH = 0.15
@@ -24,15 +24,103 @@ _Source = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
-    """Places that the edges from one call hold free in neighbouring rows of one group.
+class Boxes:
+    """Calls ``0 … calls-1`` and groups ``calls … calls+groups-1``, as one forest.
 
     Args:
-        source: the call that the edges come from.
-        within: the group that the rows belong to, -1 for the outermost rows.
-        first: the first of the rows.
-        places: position in each row.
+        calls: number of calls.
+        parent: box that holds each box, -1 for the outermost.
+        first: first call of each group, and
+        last: its last call, both included.
+        name: module path of each group, relative to the group around it; steps that lead to all of it included.
     """
+
+    calls: int
+    parent: tuple[int, ...]
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+    name: tuple[str, ...]
+
+
+def components(module: str) -> tuple[str, ...]:
+    """Split a module path into steps; an index, or several, stays with the list it indexes.
+
+    >>> components("encoder.layer.0.output"), components("cells.3–5")
+    (('encoder', 'layer.0', 'output'), ('cells.3–5',))
+    """
+    steps: list[str] = []
+    for part in module.split(".") if module else ():
+        if part[0:1].isdecimal() and steps:
+            steps[-1] += f".{part}"
+        else:
+            steps.append(part)
+    return tuple(steps)
+
+
+def nest(modules: Sequence[str], phases: Sequence[str] | None = None) -> Boxes:
+    """Group neighbouring calls by module path, step by step; where there are ``phases``, they are the outermost groups.
+
+    No group holds one call, or all calls of its parent: such a step is said in the parent's name, unless that is a
+    phase; one that holds all calls vanishes. A group's number is higher than its parent's. O(calls × depth).
+
+    >>> nest(["a.x", "a.x", "a.y", "b"]).name
+    ('a', 'x')
+    >>> nest(["a.0.x", "a.0.y", "b"]).name
+    ('a.0',)
+    >>> nest(["a.list.0.x", "a.list.0.y", "b"]).name
+    ('a.list.0',)
+    """
+    paths = [components(module) for module in modules]
+    if phases is not None:
+        paths = [(phase, *path) for phase, path in zip(phases, paths, strict=True)]
+    size = len(paths)
+    parent = [-1] * size
+    first: list[int] = []
+    last: list[int] = []
+    name: list[str] = []
+    pending = [(0, size, 0, -1)]
+    while pending:
+        begin, end, depth, around = pending.pop()
+        deeper = []
+        for start, stop in _runs(paths, begin, end, depth):
+            if stop - start == 1:
+                parent[start] = around
+            elif (start, stop) == (begin, end):
+                deeper.append((start, stop, depth + 1, around))
+                of_phase = phases is not None and around >= 0 and parent[around] < 0
+                if around >= 0 and len(paths[start]) > depth and not of_phase:
+                    name[around - size] += f".{paths[start][depth]}"
+            else:
+                parent.append(around)
+                first.append(start)
+                last.append(stop - 1)
+                name.append(paths[start][depth])
+                deeper.append((start, stop, depth + 1, len(parent) - 1))
+        pending.extend(reversed(deeper))
+    return Boxes(size, tuple(parent), tuple(first), tuple(last), tuple(name))
+
+
+def _runs(paths: Sequence[tuple[str, ...]], begin: int, end: int, depth: int) -> list[tuple[int, int]]:
+    """Split ``begin`` to ``end`` into stretches of one step at ``depth``.
+
+    A path that ends above it stands alone.
+    """
+    runs = []
+    at = begin
+    while at < end:
+        stop = at + 1
+        if len(paths[at]) > depth:
+            step = paths[at][depth]
+            while stop < end and len(paths[stop]) > depth and paths[stop][depth] == step:
+                stop += 1
+        runs.append((at, stop))
+        at = stop
+    return runs
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Places that the edges from call ``source`` hold free in rows ``first``, … of one group (-1: the outermost)."""
 
     source: int
     within: int
@@ -51,23 +139,14 @@ class Layout:
 
 @dataclass(slots=True)
 class _Routes:
-    """The way of every edge through the groups, from its producer up and down to its consumer.
+    """The way of every edge through the groups, from its producer up and down to its consumer."""
 
-    Args:
-        inside: boxes of each group, in program order.
-        between: edges between boxes of one group, by group.
-        holds: the box of a group that a source is in.
-        leaves: sources whose edges leave the group.
-        targets: boxes of a group that edges of a source lead to.
-        fed: boxes that edges enter from outside their group.
-    """
-
-    inside: dict[int, list[int]] = field(default_factory=dict)
-    between: dict[int, set[tuple[int, int]]] = field(default_factory=dict)
-    holds: dict[_Source, int] = field(default_factory=dict)
-    leaves: set[_Source] = field(default_factory=set)
-    targets: dict[_Source, set[int]] = field(default_factory=dict)
-    fed: set[int] = field(default_factory=set)
+    inside: dict[int, list[int]] = field(default_factory=dict)  # boxes of each group, in program order
+    between: dict[int, set[tuple[int, int]]] = field(default_factory=dict)  # edges between boxes of each group
+    holds: dict[_Source, int] = field(default_factory=dict)  # the box of a group that a source is in
+    leaves: set[_Source] = field(default_factory=set)  # sources whose edges leave the group
+    targets: dict[_Source, set[int]] = field(default_factory=dict)  # boxes of a group that edges of a source lead to
+    fed: set[int] = field(default_factory=set)  # boxes that edges enter from outside their group
 
 
 def lay_out(boxes: Boxes, edges: Sequence[tuple[int, int]]) -> Layout:
@@ -179,15 +258,9 @@ def _place(
 
 
 def layers(size: int, edges: Sequence[tuple[int, int]], fed: Collection[int] = ()) -> list[int]:
-    """Return the row of each box: its longest path; a source sinks to just above its first reader.
+    """Return the row of each box, 0 on top: its longest path; a source sinks to just above its first reader.
 
-    Args:
-        size: number of boxes.
-        edges: ``(u, v)`` with u < v.
-        fed: boxes that also read from outside; they do not sink.
-
-    Returns:
-        The rows, 0 on top. O(boxes + edges · log edges).
+    Edges are ``(u, v)`` with u < v. Boxes that are ``fed`` from outside do not sink. O(boxes + edges · log edges).
 
     >>> layers(5, [(0, 1), (1, 2), (2, 4), (3, 4)])
     [0, 1, 2, 2, 3]
@@ -204,11 +277,7 @@ def layers(size: int, edges: Sequence[tuple[int, int]], fed: Collection[int] = (
 
 
 def stacked(row: Sequence[int], tied: Collection[int]) -> list[int]:
-    """Move boxes without any edge below each other, beside the others, instead of all into the first row.
-
-    Args:
-        row: of each box.
-        tied: boxes with edges; their rows stay.
+    """Move boxes without any edge (not ``tied``) below each other, beside the others, not all into the first row.
 
     >>> stacked([0, 1, 2, 0, 0, 0, 0], {0, 1, 2})
     [0, 1, 2, 0, 0, 1, 1]
@@ -230,15 +299,8 @@ def order(row: Sequence[int], links: Sequence[tuple[int, int]], width: Sequence[
 
     By the method of Sugiyama, Tagawa and Toda (1981): sweeps down and up pull each box towards the mean of its
     neighbours, its row is put in that order, and the row is spread as little as needed (least squares). Ties keep
-    the order of the indices.
-
-    Args:
-        row: row of each box.
-        links: ``(u, v)`` with row[u] < row[v].
-        width: width of each box.
-
-    Returns:
-        The middle of each box. O((boxes + links) · log boxes).
+    the order of the indices. Links ``(u, v)`` have row[u] < row[v]. Returns the middle of each box.
+    O((boxes + links) · log boxes).
 
     >>> order([0, 1, 1, 2], [(0, 1), (0, 2), (1, 3), (2, 3)], [1.0] * 4)
     [0.0, -0.5, 0.5, 0.0]

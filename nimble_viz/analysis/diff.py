@@ -36,6 +36,7 @@ __all__ = [
     "differences",
     "environment_changes",
     "host_sync_count",
+    "json_value",
     "processes",
     "subjects",
 ]
@@ -122,9 +123,7 @@ class DifferenceData:
 
     Args:
         model: name of the new report's model.
-        matched: calls found in both.
-        added: calls of the new report only.
-        removed: calls of the old one only.
+        matched: number of calls found in both; ``added`` and ``removed`` are in one only.
         moved: matched calls that the chosen plans put on different streams.
         recosted: matched calls whose cost changed beyond its spread.
         chosen: the chosen runs against each other; None if neither was measured, or they do not the same work.
@@ -180,7 +179,7 @@ class DifferenceData:
     def to_json(self) -> str:
         """Return the difference as JSON; numbers that are not finite are null."""
         hidden = ("unlike", "subjects")  # the notes say both
-        shown = {one.name: _json(getattr(self, one.name)) for one in fields(self) if one.name not in hidden}
+        shown = {one.name: json_value(getattr(self, one.name)) for one in fields(self) if one.name not in hidden}
         return json.dumps({"nimble_diff": 1, "empty": self.empty, **shown}, indent=2, allow_nan=False) + "\n"
 
     def __repr__(self) -> str:
@@ -259,11 +258,6 @@ def processes(news: Sequence[Measurement], olds: Sequence[Measurement]) -> Ratio
     From ``FEWEST_PROCESSES`` a side on, what processes differ by is known: Welch's t interval of the logarithms of
     their medians, and differences count from ``SAME`` on. Of fewer all pairs together, from ``ACROSS`` on. A
     measurement given twice counts once.
-
-    >>> from nimble_core.ir.measurement import summarize
-    >>> old, new = ([summarize("nimble", [ns * k] * 40) for k in (1.0, 1.01, 1.02)] for ns in (1100.0, 1000.0))
-    >>> processes(new, old).verdict, processes(new[:1], old[:1]).verdict
-    ('faster', 'faster')
     """
     news, olds = (list({one.samples_ns: one for one in some}.values()) for some in (news, olds))
     new_ns, old_ns = ([taken.median_ns for taken in some] for some in (news, olds))
@@ -442,16 +436,16 @@ def _result(check: EqualityCheck) -> str:
     return "equal" if check.passed else "differs" if check.differs else "not shown"
 
 
-def _json(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """Turn values into what JSON holds; numbers that are not finite become None."""
     if isinstance(value, Call):
         return {"index": value.index, "operator": value.operator, "module": value.module, "source": source_of(value)}
     if isinstance(value, Ratio):
-        return {name: _json(getattr(value, name)) for name in ("value", "low", "high")}
+        return {name: json_value(getattr(value, name)) for name in ("value", "low", "high")}
     if isinstance(value, SpeedChange):
-        return {**{one.name: _json(getattr(value, one.name)) for one in fields(value)}, "verdict": value.verdict}
+        return {**{one.name: json_value(getattr(value, one.name)) for one in fields(value)}, "verdict": value.verdict}
     if is_dataclass(value):
-        return {one.name: _json(getattr(value, one.name)) for one in fields(value)}
+        return {one.name: json_value(getattr(value, one.name)) for one in fields(value)}
     if isinstance(value, tuple):
-        return [_json(one) for one in value]
+        return [json_value(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

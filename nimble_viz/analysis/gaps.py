@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 from nimble_core.ir.call_graph import CallGraph, predecessors
@@ -22,7 +21,6 @@ __all__ = [
     "Gap",
     "StreamTime",
     "gaps",
-    "launch_gaps",
     "longest_gaps",
     "lost",
     "replay_gaps",
@@ -89,28 +87,9 @@ _Interval = tuple[float, float]
 def gaps(graph: CallGraph, plan: Schedule, line: Timeline) -> list[Gap]:
     """List every gap in which a stream idled before one of its kernels, in order of their ends.
 
-    Before a stream's first call is a gap only if that had to wait for a call: one that waits for none delays nobody of
-    its stream.
-
-    A call has to wait for its predecessors in the graph, for the waits of the plan, and for the call before it on its
-    stream. One that was not seen running (it launched nothing) ended when all that it waits for had.
-
-    Args:
-        graph: hazards.
-        plan: streams, order and waits.
-        line: a replay of ``plan``.
-
-    Complexity:
-        O(edges + n log n) for n spans.
-
-    >>> from nimble_core.ir.call_graph import graph_from_edges
-    >>> from nimble_core.ir.timeline import Lane, Span
-    >>> lanes, plan = (Lane("0", "stream"), Lane("1", "stream")), Schedule("mine", (0, 1, 0), (0, 1, 2), ((1, 2),))
-    >>> spans = (Span(0, 0.0, 10.0, 0, "a"), Span(1, 2.0, 30.0, 1, "b"), Span(0, 33.0, 40.0, 2, "c"))
-    >>> line = Timeline("mine", "measured", "GPU clock", lanes, spans)
-    >>> found = gaps(graph_from_edges(3, [(0, 2), (1, 2)]), plan, line)
-    >>> [(one.call, one.awaited, one.launch_ns, one.wait_ns, one.unready_ns) for one in found]
-    [(2, 1, 3.0, 0.0, 20.0)]
+    Before a stream's first call is a gap only if that had to wait for a call. A call has to wait for its predecessors
+    in the graph, for the waits of the plan, and for the call before it on its stream. One that was not seen running
+    (it launched nothing) ended when all that it waits for had. O(edges + n log n) for n spans.
     """
     if not line.spans:
         return []
@@ -216,25 +195,6 @@ def longest_gaps(report: ReportData, line: Timeline, found: Sequence[Gap], most:
             }
         )
     return rows
-
-
-def launch_gaps(found: Sequence[Gap], line: Timeline) -> list[dict[str, Any]]:
-    """Group launch gaps by what came before: how many, their sum and median, as text."""
-    lane_of = {span.call: span.lane for span in line.spans}
-    kinds: dict[str, list[float]] = {"after a call of its stream": [], "after one of another": [], "inside a call": []}
-    for gap in found:
-        if gap.awaited is None or gap.launch_ns <= 0:
-            continue
-        if gap.awaited == gap.call:
-            kind = "inside a call"
-        else:
-            kind = "after a call of its stream" if lane_of[gap.awaited] == gap.lane else "after one of another"
-        kinds[kind].append(gap.launch_ns)
-    return [
-        {"kind": kind, "count": len(ns), "ns": sum(ns), "text": format_ns(sum(ns)), "median": format_ns(median(ns))}
-        for kind, ns in kinds.items()
-        if ns
-    ]
 
 
 def _after(report: ReportData, line: Timeline, gap: Gap) -> str:

@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 from nimble_core.ir.measurement import ACROSS, Measurement
 from nimble_core.utils.errors import InputError
 from nimble_core.utils.units import format_bytes, format_count, format_ratio
-from nimble_viz.analysis.diff import beside_eager, environment_changes, host_sync_count, processes
+from nimble_viz.analysis.diff import beside_eager, environment_changes, host_sync_count, json_value, processes
 from nimble_viz.analysis.labels import context, interval_text, label_plan, label_run, trains
 from nimble_viz.analysis.peers import unshown
 from nimble_viz.report.data import ReportData
@@ -126,14 +126,13 @@ class GateData:
 
     def to_json(self) -> str:
         """Return the verdicts as JSON; numbers that are not finite are null."""
-        verdicts = [{name: _finite(getattr(one, name)) for name in one.__slots__} for one in self.verdicts]
         data = {
             "nimble_gate": 1,
             "model": self.model,
             "context": self.context,
             "outcome": self.outcome,
             "exit_code": self.exit_code,
-            "verdicts": verdicts,
+            "verdicts": json_value(self.verdicts),
             "notes": list(self.notes),
         }
         return json.dumps(data, indent=2, allow_nan=False) + "\n"
@@ -371,10 +370,6 @@ def _counts(report: ReportData, baseline: ReportData) -> Iterator[Verdict]:
 def _interval(value: float, low: float, high: float) -> str:
     known = low > 0 and math.isfinite(high)
     return f"{format_ratio(value)} {interval_text(low, high)}" if known else "undecided (too few samples)"
-
-
-def _finite(value: object) -> object:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _markdown(text: str) -> str:

@@ -300,7 +300,7 @@ def ratio_cell(report: ReportData, ratio: Ratio | None) -> dict[str, Any] | None
 
 def share_rows(parts: Iterable[tuple[str, float, str]]) -> list[dict[str, Any]]:
     """Turn ``(name, nanoseconds, meaning)`` of one time's parts into rows with shares, without zeros."""
-    kept = [part for part in parts if part[1] > 0]
+    kept = [part for part in parts if part[1]]
     total = sum(ns for _, ns, _ in kept)
     return [
         {"name": name, "ns": ns, "text": format_ns(ns), "share": format_percent(ns / total), "meaning": meaning}

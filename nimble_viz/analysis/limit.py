@@ -113,21 +113,10 @@ def limit(report: ReportData, run: str) -> dict[str, Any] | None:
 def breakdown(
     graph: CallGraph, plan: Schedule, costs: Costs, line: Timeline, wall_ns: float, spread: float = 0.0
 ) -> Breakdown | None:
-    """Walk back from the call that ended last: each step goes to the call whose end it had to await last.
+    """Take a watched replay ``line`` of ``plan`` apart along ``chain_that_ran``; None if no span belongs to a call.
 
-    Args:
-        graph: hazards.
-        plan: streams and order; the call before on the stream, and the calls waited for, count as awaited.
-        costs: isolated times.
-        line: the replay of ``plan``, watched; a call may have several spans.
-        wall_ns: wall time of the replay, unwatched. Where watching slowed the replay, ``launch`` is 0, and not less.
-        spread: interquartile range of that, over it.
-
-    Returns:
-        None if no span belongs to a call.
-
-    Complexity:
-        O(edges + spans).
+    ``wall_ns`` is the time of the unwatched replay, ``spread`` its interquartile range over it. Where watching slowed
+    the replay, ``launch`` is 0, and not less. O(edges + spans).
     """
     chain = chain_that_ran(graph, plan, line)
     if not chain:
@@ -167,14 +156,6 @@ def chain_that_ran(graph: CallGraph, plan: Schedule, line: Timeline) -> tuple[in
 
     The last is the call that ended last; before each stands the one whose end it had to await last, of those that
     precede it in the graph, that the plan makes it wait for, and the one before it on its stream. O(edges + spans).
-
-    >>> from nimble_core.ir.call_graph import graph_from_edges
-    >>> from nimble_core.ir.timeline import Lane, Span
-    >>> spans = (Span(0, 0.0, 10.0, 0, "a"), Span(1, 2.0, 30.0, 1, "b"), Span(0, 33.0, 40.0, 2, "c"))
-    >>> line = Timeline("mine", "measured", "GPU clock", (Lane("0", "stream"), Lane("1", "stream")), spans)
-    >>> plan = Schedule("mine", (0, 1, 0), (0, 1, 2), ((1, 2),))
-    >>> chain_that_ran(graph_from_edges(3, [(0, 2), (1, 2)]), plan, line)
-    (1, 2)
     """
     end = _ends(line)
     if not end:

@@ -1,9 +1,7 @@
-"""Live bytes, call by call: what the calls' own results hold, and which of them hold the peak.
+"""Memory: what the device held, engine by engine; and live bytes call by call, and which results hold their peak.
 
-Counted from the calls alone: a result lives from the call that makes it to the last that touches it, in the order of
-issue; outputs live to the end. The model's tensors and inputs are not in it, nor what a library needs while a call
-runs. That is what a run needs, not what it takes: in eager Python keeps what a variable still names, and a replay on
-several streams shares bytes only where calls are ordered. What was measured stands beside it.
+Live bytes are counted from the calls alone, in the order of issue: what a run needs, not what it takes. Python keeps
+what a variable still names, and a replay on several streams shares bytes only where calls are ordered.
 """
 
 from __future__ import annotations
@@ -13,12 +11,12 @@ from collections.abc import Sequence, Set
 from typing import Any
 
 from nimble_core.ir.program import Program, Storage
-from nimble_core.utils.units import format_bytes, format_percent
+from nimble_core.utils.units import format_bytes, format_percent, format_ratio
 from nimble_viz.analysis.labels import label_call, label_run, plural, trains, visible
 from nimble_viz.analysis.provenance import modules_of
 from nimble_viz.report.data import ReportData
 
-__all__ = ["HOLDERS", "live_bytes", "live_memory", "live_text"]
+__all__ = ["HOLDERS", "live_bytes", "live_memory", "live_text", "memory"]
 
 HOLDERS = 24
 """Results that are listed by name among those that hold a peak."""
@@ -37,12 +35,10 @@ _FIXED = {
 def live_memory(report: ReportData) -> dict[str, Any] | None:
     """Describe live memory in eager's order of calls and in the chosen plan's; None where it is not known.
 
-    A run has ``run``, ``label``, ``eager`` (whether it counts in eager calls where these are others), ``peak`` (as text
-    ``peak_text``), ``peak_at`` (position), ``where``, ``total`` (of all results), ``facts``, ``marks`` (sizes to draw
-    beside it: label, bytes), ``columns``: by position ``call``, ``live`` (bytes while it runs), ``makes`` (bytes it
-    makes) and ``held`` (for how many calls more something that it makes is alive); ``holders``: the largest results
-    that are alive at the peak, largest first; ``more`` and ``more_bytes`` of those that are not listed. ``alike``: both
-    runs are the same. ``fixed``: what is there before the first call and after the last.
+    A run's ``columns`` are by position: ``call``, ``live`` (bytes while it runs), ``makes`` (bytes it makes) and
+    ``held`` (for how many calls more something that it makes is alive). ``marks`` are sizes to draw beside it,
+    ``holders`` the largest results that are alive at the peak. ``alike``: both runs are the same. ``fixed``: what is
+    there before the first call and after the last.
     """
     if not any(storage.role == "intermediate" and storage.nbytes for storage in report.program.storages):
         return None
@@ -82,13 +78,6 @@ def live_bytes(program: Program, order: Sequence[int]) -> tuple[list[int], dict[
     Returns:
         The bytes, and for each intermediate storage the positions of the first and the last call that touches it (an
         output's last is the end). O(accesses).
-
-    >>> from nimble_core.ir.program import Access, Call, Program, Storage, TensorRef
-    >>> a, b = (TensorRef(k, 0, (2,), (1,), "float32", 4) for k in range(2))
-    >>> calls = (Call(0, "make", (), (Access(a, True),)), Call(1, "use", (), (Access(a, False), Access(b, True))))
-    >>> made = Storage(8, "intermediate")
-    >>> live_bytes(Program(calls, (made, made), (), (b,)), range(2))
-    ([8, 16], {0: (0, 1), 1: (1, 1)})
     """
     spans: dict[int, tuple[int, int]] = {}
     for position, call in enumerate(order):
@@ -232,3 +221,47 @@ def _kind(storage: Storage, parameters: Set[str]) -> str:
     if storage.role != "buffer" or name not in parameters:
         return storage.role
     return "gradient" if key == "gradient" else "state"
+
+
+def memory(report: ReportData) -> dict[str, Any] | None:
+    """Return ``facts`` (pairs) and ``engines`` (a row each where memory was planned); None if nothing is known.
+
+    Eager's peak is what one run allocates at most beside what is there before it: model, inputs, optimizer state. An
+    engine holds as much for as long as it lives, with inputs of its own; of a training step both hold gradients as
+    well. On the host eager's peak is how much the process grew, where memory that was freed before is used again: no
+    measure for an engine.
+    """
+    known = report.memory
+    planned = {one.name: one for one in known.planned}
+    held = dict(known.engines)
+    on_host = report.environment.device != "cuda"
+    above = "model and optimizer state" if trains(report) else "the model"
+    facts = [("Growth of the process in an eager run" if on_host else f"Eager's peak above {above}", known.eager_peak)]
+    if not planned:
+        facts += [(f"Held by {label_run(report, name)}", nbytes) for name, nbytes in known.engines]
+    facts.append(("Peak of the whole comparison", known.compare_peak))
+    rows = []
+    for name in dict.fromkeys([*held, *planned]) if planned else ():
+        plan = planned.get(name)
+        rows.append(
+            {
+                "label": label_run(report, name),
+                "chosen": name == report.chosen,
+                "arena": format_bytes(plan.arena) if plan else "",
+                "unshared": format_bytes(plan.unshared) if plan else "",
+                "saved": _saved(plan.saved, plan.unshared) if plan else "",
+                "workspaces": format_bytes(plan.workspaces) if plan else "",
+                "held": format_bytes(held[name]) if held.get(name) else "",
+                "against": "" if on_host else _against(held.get(name, 0), known.eager_peak),
+            }
+        )
+    shown = [(name, format_bytes(nbytes)) for name, nbytes in facts if nbytes]
+    return {"facts": shown, "engines": rows} if shown or rows else None
+
+
+def _against(held: int, peak: int) -> str:
+    return format_ratio(held / peak) if held and peak else ""
+
+
+def _saved(nbytes: int, of: int) -> str:
+    return f"{format_bytes(nbytes)} ({format_percent(nbytes / of)})" if nbytes > 0 else "nothing"

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from nimble_core.ir.program import Call
 from nimble_core.utils.units import format_ns, format_percent, format_ratio
-from nimble_viz.analysis.dag_boxes import components
+from nimble_viz.analysis.dag_layout import components
 from nimble_viz.analysis.labels import about, doubt_of, plural
 from nimble_viz.report.data import OverheadProfile, ReportData
 
@@ -18,12 +18,12 @@ PARTS = ("python", "dispatch", "allocation", "launch", "tail")
 """Kinds of overhead, in the order they are stacked."""
 
 IDLE = (
-    ("host_late_ns", "host late, nothing queued"),
-    ("launch_ns", "launch latency"),
-    ("dependency_ns", "dependency, queued behind others"),
-    ("unknown_ns", "unknown, launch not seen"),
+    ("host_late_ns", "host late, nothing queued", "the host had not begun to launch what came next"),
+    ("launch_ns", "launch latency", "the host was launching it, or it had been launched and had not begun"),
+    ("dependency_ns", "dependency, queued behind others", "it was queued in time and waited for what came before it"),
+    ("unknown_ns", "unknown, launch not seen", "its launch was not seen"),
 )
-"""Causes of an idle device: field of ``DeviceIdle``, name."""
+"""Causes of an idle device: field of ``DeviceIdle``, name, meaning."""
 
 _SUMS = ("overhead", "exposed", "hidden", "work")
 _HOMELESS, _OPTIMIZER = "(the model itself)", "(the optimizer)"
@@ -97,7 +97,6 @@ def overhead(report: ReportData) -> dict[str, Any] | None:
             *([("Waits for the device", format_ns(profile.waiting_ns))] if profile.waiting_ns else []),
             *([("Waits for the data loader", format_ns(profile.loader_ns))] if profile.loader_ns else []),
             ("Unattributed", _of(profile.remainder_ns, profile.profiled_ns)),
-            *_uncalled(report, profile),
             ("Calls found in the profile", f"{profile.matched:,} of {profile.total:,}"),
             ("Measured by", profile.source),
         ],
@@ -196,20 +195,10 @@ def idle_causes(profile: OverheadProfile) -> list[tuple[str, str]]:
     """Say why the device idled: name, time and its share of the profiled run; empty where it is not known."""
     if profile.idle is None:
         return []
-    causes = [(field, name, getattr(profile.idle, field)) for field, name in IDLE]
+    causes = [(field, name, getattr(profile.idle, field)) for field, name, _ in IDLE]
     return [
         (f"Idle: {name}", _of(ns, profile.profiled_ns)) for field, name, ns in causes if ns or field != "unknown_ns"
     ]
-
-
-def _uncalled(report: ReportData, profile: OverheadProfile) -> list[tuple[str, str]]:
-    """Say what an eager optimizer took, whose calls are not those of the captured one."""
-    phase = next((one for one in profile.phases if one.phase == "optimizer"), None)
-    rows = [row for row in profile.calls if report.eager_calls[row.call].phase == "optimizer"]
-    if phase is None or rows or not phase.overhead_ns:
-        return []
-    ns = phase.overhead_ns + (phase.work_ns if report.environment.device != "cuda" else 0.0)
-    return [("Optimizer, known by phase (zero_grad and step)", _of(ns, profile.profiled_ns))]
 
 
 def _of(ns: float, whole: float) -> str:

@@ -13,7 +13,7 @@ from nimble_core.ir.schedule import Schedule
 from nimble_core.utils.units import format_count, format_ns, format_percent, format_ratio
 from nimble_viz.analysis.advice import advice_data, best_run
 from nimble_viz.analysis.candidates import candidates
-from nimble_viz.analysis.concurrency import graph_width, observed
+from nimble_viz.analysis.concurrency import graph_width, observed, what_if
 from nimble_viz.analysis.disturbance import disturbances, why_undecided
 from nimble_viz.analysis.labels import (
     about,
@@ -29,13 +29,12 @@ from nimble_viz.analysis.labels import (
     trains,
 )
 from nimble_viz.analysis.limit import distance, distance_doubt, limit
-from nimble_viz.analysis.memory import memory
+from nimble_viz.analysis.live_memory import memory
 from nimble_viz.analysis.peers import best_peers, peers, unshown
 from nimble_viz.analysis.phases import phase_syncs, phases
 from nimble_viz.analysis.profiled import profiled, profiled_verdict
 from nimble_viz.analysis.provenance import provenance
 from nimble_viz.analysis.syncs import promise
-from nimble_viz.analysis.what_if import what_if
 from nimble_viz.report.data import EAGER_ALONE, ReportData
 
 __all__ = ["context", "headline", "label_run", "planned", "summary", "verdict"]

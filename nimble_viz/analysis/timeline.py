@@ -12,8 +12,9 @@ from typing import Any
 from nimble_core.ir.timeline import Lane, Span, Timeline
 from nimble_core.utils.units import format_count, format_ns, format_percent, format_ratio
 from nimble_viz.analysis.concurrency import flight_times, flights, in_flight
-from nimble_viz.analysis.gaps import Gap, launch_gaps, longest_gaps, lost, replay_gaps, stream_times
+from nimble_viz.analysis.gaps import Gap, longest_gaps, lost, replay_gaps, stream_times
 from nimble_viz.analysis.labels import about, doubt_of, label_run, planned, share_rows
+from nimble_viz.analysis.overhead import IDLE
 from nimble_viz.analysis.phases import span_phases
 from nimble_viz.report.data import ReportData
 
@@ -23,24 +24,14 @@ DISTORTION_BOUND = 1.2
 """A profiled run so many times longer or shorter than the unprofiled one, beyond what that varies by, is distorted."""
 
 _LONGEST_GAPS = 8
-_IDLE = (
-    ("host_late_ns", "host late", "nothing was queued: the host had not begun to launch what came next"),
-    ("launch_ns", "launch", "the host was launching it, or it had been launched and had not begun"),
-    ("dependency_ns", "dependency", "it was queued in time and waited for what came before it"),
-    ("unknown_ns", "unknown", "its launch was not seen"),
-)
 
 
 def timelines(report: ReportData) -> list[dict[str, Any]]:
     """Describe each timeline, eager first.
 
-    Spans as columns, whole nanoseconds from that run's first start.
-
-    ``idle`` is ``device_idle``; that of a lane is the same of the lane alone, None of a host thread. ``facts`` are
-    ``(name, text)``: the self-check, what ran side by side, what the streams' time went to, the critical path, planned
-    and observed streams. ``marks`` are what to doubt, in words. ``gaps`` are columns, too: every stretch in which a
-    stream stood still before a call, by the span that ended it. A replay that failed its self-check has none: where
-    kernels are missing, nothing can be said about the time between them.
+    Spans and gaps are columns, whole nanoseconds from that run's first start. ``idle`` is ``device_idle``, of a lane
+    that of the lane alone. ``marks`` are what to doubt, in words. A replay that failed its self-check has no gaps:
+    where kernels are missing, nothing can be said about the time between them.
     """
     return [_shown(report, line) for line in sorted(report.timelines, key=lambda line: line.run != "eager")]
 
@@ -132,10 +123,8 @@ def distorted(report: ReportData, line: Timeline) -> bool:
 def device_idle(report: ReportData, line: Timeline) -> float:
     """Return the share of a run's length during which no stream of the device did anything.
 
-    The length of a replay is that from its first start to its last end, as its lanes are drawn; of the eager run that
-    of the profiled run, the wait for the device at its end included. Of the eager run this is
-    ``OverheadProfile.device_idle_share``: where operators run on the host, too, of which the profile knows what is
-    their own work, and the timeline does not.
+    Of a replay from its first start to its last end; of the profiled eager run ``OverheadProfile.device_idle_share``,
+    as only the profile knows what is the operators' own work on the host.
     """
     if line.run == "eager" and report.overhead is not None:
         return report.overhead.device_idle_share
@@ -219,12 +208,6 @@ def _facts(report: ReportData, line: Timeline, found: list[Gap]) -> list[tuple[s
     spent = ", ".join(f"{row['name']} {row['share']}" for row in _lost(report, line, found))
     if spent:
         facts.append(("Time of the device" if line.run == "eager" else "Time of its streams", spent))
-    launches = "; ".join(
-        f"{row['kind']}: {format_count(row['count'])}, median {row['median']}, together {row['text']}"
-        for row in launch_gaps(found, line)
-    )
-    if launches:
-        facts.append(("Launch gaps", launches))
     return facts
 
 
@@ -236,7 +219,7 @@ def _lost(report: ReportData, line: Timeline, found: list[Gap]) -> list[dict[str
     profile = report.overhead
     if profile is None or profile.idle is None:
         return []
-    idle = [(name, getattr(profile.idle, key), meaning) for key, name, meaning in _IDLE]
+    idle = [(name.partition(",")[0], getattr(profile.idle, key), meaning) for key, name, meaning in IDLE]
     return share_rows([("busy", profile.device_busy_ns, "a kernel was running"), *idle])
 
 

@@ -63,8 +63,7 @@ def write_timelines(report: ReportData, session: Any) -> int:
 
     The domain is ``nimble``; each run is a scope that holds one for each of its lanes. A range is named after its
     call's operator and module, or its kernel; has the call's phase as category (``"host"`` without one), the colour of
-    its stream, and fields ``call`` (-1: none) and ``nbytes``. Times are nanoseconds since the start of the run. Without
-    numpy ranges have no fields.
+    its stream, and fields ``call`` (-1: none) and ``nbytes``. Times are nanoseconds since the start of the run.
 
     Args:
         report: what to write.
@@ -109,12 +108,7 @@ def _write(domain: Any, stream: Any, rows: list[Row]) -> None:
     """Write ranges, which may overlap, in one batch."""
     if not rows:
         return
-    try:
-        import numpy
-    except ImportError:
-        for start, end, name, category, argb, _, _ in rows:
-            stream.write_startend(start, end, message=name, color=argb, category=category)
-        return
+    import numpy
     from nvtx import EntryKind, EventKind, PayloadEntryType, numpy_dtype
 
     strings = {name: domain.get_registered_string(name).handle for name in {row[2] for row in rows}}

@@ -8,54 +8,38 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING
 
-from nimble_core.ir.candidates import EqualityCheck
-from nimble_core.ir.schedule import SyncCounts
+from nimble_core.ir.candidates import Candidate, EqualityCheck
+from nimble_core.ir.costs import Kernel
+from nimble_core.ir.measurement import Measurement, Ratio
+from nimble_core.ir.occupancy import Launch
+from nimble_core.ir.program import Call
+from nimble_core.ir.schedule import Schedule, SyncCounts
+from nimble_core.ir.timeline import Span, Timeline
 from nimble_core.utils.errors import InputError
 from nimble_core.utils.files import write_file
-from nimble_viz.analysis.advice import advice
-from nimble_viz.analysis.gaps import replay_gaps
+from nimble_viz.analysis.advice import Change, advice
+from nimble_viz.analysis.gaps import Gap, replay_gaps
 from nimble_viz.analysis.labels import label_call, label_run, source_of
 from nimble_viz.analysis.overhead import module_tree
 from nimble_viz.analysis.timeline import distortion
-from nimble_viz.analysis.work import call_work, launches
-from nimble_viz.report.data import CallOverhead, PhaseOverhead, ReportData
+from nimble_viz.analysis.work import CallWork, call_work, launches
+from nimble_viz.report.data import CallOverhead, HostSync, PeerResult, PhaseOverhead, ReportData
 
 if TYPE_CHECKING:
     import pandas
 
 __all__ = [
-    "KINDS", "Column", "Kind", "Table", "make_table", "no_formula", "to_csv", "to_dataframe", "write_table",
+    "KINDS", "Column", "Table", "make_table", "no_formula", "to_csv", "to_dataframe", "write_table",
     "write_tables",
 ]  # fmt: skip
 
-Kind = Literal[
-    "calls",
-    "kernels",
-    "spans",
-    "gaps",
-    "syncs",
-    "host_syncs",
-    "schedules",
-    "candidates",
-    "measurements",
-    "samples",
-    "peers",
-    "overhead",
-    "modules",
-    "phases",
-    "split",
-    "advice",
-]
-
-KINDS: tuple[Kind, ...] = get_args(Kind)
-"""Every table, in the order in which a folder of them is written."""
-
 Cell = str | int | float | bool | None
 _CellType = type[str] | type[int] | type[float] | type[bool]
+_TYPES: dict[str, _CellType] = {"int": int, "float": float, "bool": bool}
 _Columns = dict[str, tuple[_CellType, Sequence[Cell]]]
 """Type and cells of each column, by its name."""
 
@@ -73,7 +57,7 @@ class Column:
 class Table:
     """Columns of one length."""
 
-    kind: Kind
+    kind: str
     columns: tuple[Column, ...]
 
     @property
@@ -163,84 +147,80 @@ def _join(values: Iterable[object]) -> str:
     return " ".join(map(str, values))
 
 
+def _told(of: type, rows: Iterable[object], *names: str) -> _Columns:
+    """Return these attributes of ``rows`` as columns of the types that their class ``of`` declares; None has none."""
+    declared = dict(of.__annotations__)
+    declared |= {
+        name: one.fget.__annotations__["return"] for name, one in vars(of).items() if isinstance(one, property)
+    }
+    types: dict[str, _CellType] = {name: _TYPES.get(declared[name].removesuffix(" | None"), str) for name in names}
+    rows = list(rows)
+    return {name: (kind, [getattr(row, name, None) for row in rows]) for name, kind in types.items()}
+
+
 # One function for each table.
 
 
 def _calls(report: ReportData) -> _Columns:
-    calls, work, costs = report.program.calls, call_work(report), report.costs
+    calls, costs = report.program.calls, report.costs
     chosen, critical = report.schedule(report.chosen), frozenset(report.critical_path)
+    work = _told(
+        CallWork,
+        call_work(report),
+        *("flops", "bytes_read", "bytes_written", "gflops", "gbytes", "fill", "waves", "occupancy"),
+    )
+    work["demand"] = work.pop("fill")
     return {
         "call": (int, [call.index for call in calls]),
-        "operator": (str, [call.operator for call in calls]),
+        **_told(Call, calls, "operator"),
         "label": (str, [label_call(call) for call in calls]),
-        "phase": (str, [call.phase for call in calls]),
-        "module": (str, [call.module for call in calls]),
+        **_told(Call, calls, "phase", "module"),
         "source": (str, [source_of(call) for call in calls]),
         "origins": (int, [len(call.origins) for call in calls]),
         "eager_calls": (str, [_join(call.eager) for call in calls]),
-        "flops": (int, [done.flops for done in work]),
-        "bytes_read": (int, [done.bytes_read for done in work]),
-        "bytes_written": (int, [done.bytes_written for done in work]),
         "cost_ns": (float, costs.ns),
         "cost_spread_ns": (float, costs.spread_ns or [None] * len(calls)),
-        "gflops": (float, [done.gflops for done in work]),
-        "gbytes": (float, [done.gbytes for done in work]),
-        "demand": (float, [done.fill for done in work]),
-        "waves": (float, [done.waves for done in work]),
-        "occupancy": (float, [done.occupancy for done in work]),
+        **work,
         "critical": (bool, [call.index in critical for call in calls]),
         "stream": (int, chosen.stream if chosen else [None] * len(calls)),
     }
 
 
 def _kernels(report: ReportData) -> _Columns:
-    kernels, placed = report.costs.kernels, launches(report)
+    kernels = report.costs.kernels
+    launched = _told(Launch, launches(report), "blocks", "resident", "waves", "occupancy")
+    launched["blocks_resident"] = launched.pop("resident")
     return {
-        "call": (int, [one.call for one in kernels]),
+        **_told(Kernel, kernels, "call"),
         "kernel": (str, [one.name for one in kernels]),
         "grid": (str, [_join(one.grid) for one in kernels]),
         "block": (str, [_join(one.block) for one in kernels]),
-        "registers": (int, [one.registers for one in kernels]),
-        "shared_bytes": (int, [one.shared_bytes for one in kernels]),
-        "node": (int, [one.node for one in kernels]),
-        "duration_ns": (float, [one.duration_ns for one in kernels]),
-        "blocks": (int, [one.blocks if one else None for one in placed]),
-        "blocks_resident": (int, [one.resident if one else None for one in placed]),
-        "waves": (float, [one.waves if one else None for one in placed]),
-        "occupancy": (float, [one.occupancy if one else None for one in placed]),
+        **_told(Kernel, kernels, "registers", "shared_bytes", "node", "duration_ns"),
+        **launched,
     }
 
 
 def _spans(report: ReportData) -> _Columns:
     rows = [(line, at, span) for line in report.timelines for at, span in enumerate(line.spans)]
-    slowdowns = [factor for line in report.timelines for factor in [distortion(line) or None] * len(line.spans)]
+    lines, lanes = [line for line, _, _ in rows], [line.lanes[span.lane] for line, _, span in rows]
     return {
-        "run": (str, [line.run for line, _, _ in rows]),
-        "lane": (str, [line.lanes[span.lane].name for line, _, span in rows]),
-        "lane_kind": (str, [line.lanes[span.lane].kind for line, _, span in rows]),
-        "start_ns": (float, [span.start_ns for _, _, span in rows]),
-        "end_ns": (float, [span.end_ns for _, _, span in rows]),
-        "call": (int, [span.call for _, _, span in rows]),
-        "name": (str, [span.name for _, _, span in rows]),
+        **_told(Timeline, lines, "run"),
+        "lane": (str, [lane.name for lane in lanes]),
+        "lane_kind": (str, [lane.kind for lane in lanes]),
+        **_told(Span, (span for _, _, span in rows), "start_ns", "end_ns", "call", "name"),
         "device_stream": (int, [line.streams[at] if line.streams else None for line, at, _ in rows]),
-        "source": (str, [line.source for line, _, _ in rows]),
-        "reliable": (bool, [line.reliable for line, _, _ in rows]),
-        "profiled_over_unprofiled": (float, slowdowns),
+        **_told(Timeline, lines, "source", "reliable"),
+        "profiled_over_unprofiled": (float, [distortion(line) or None for line in lines]),
     }
 
 
 def _gaps(report: ReportData) -> _Columns:
     rows = [(line, gap) for line in report.timelines for gap in replay_gaps(report, line)]
+    names = ("call", "awaited", "start_ns", "end_ns", "launch_ns", "wait_ns", "unready_ns")
     return {
         "run": (str, [line.run for line, _ in rows]),
         "lane": (str, [line.lanes[gap.lane].name for line, gap in rows]),
-        "call": (int, [gap.call for _, gap in rows]),
-        "awaited": (int, [gap.awaited for _, gap in rows]),
-        "start_ns": (float, [gap.start_ns for _, gap in rows]),
-        "end_ns": (float, [gap.end_ns for _, gap in rows]),
-        "launch_ns": (float, [gap.launch_ns for _, gap in rows]),
-        "wait_ns": (float, [gap.wait_ns for _, gap in rows]),
-        "unready_ns": (float, [gap.unready_ns for _, gap in rows]),
+        **_told(Gap, (gap for _, gap in rows), *names),
     }
 
 
@@ -259,13 +239,7 @@ def _syncs(report: ReportData) -> _Columns:
 
 def _host_syncs(report: ReportData) -> _Columns:
     rows = report.overhead.host_syncs if report.overhead else ()
-    return {
-        "kind": (str, [one.kind for one in rows]),
-        "count": (int, [one.count for one in rows]),
-        "total_ns": (float, [one.total_ns for one in rows]),
-        "source": (str, [one.source for one in rows]),
-        "phase": (str, [one.phase for one in rows]),
-    }
+    return _told(HostSync, rows, "kind", "count", "total_ns", "source", "phase")
 
 
 def _schedules(report: ReportData) -> _Columns:
@@ -273,19 +247,10 @@ def _schedules(report: ReportData) -> _Columns:
     return {
         "schedule": (str, [plan.policy for plan in plans]),
         "chosen": (bool, [plan.policy == report.chosen for plan in plans]),
-        "streams": (int, [plan.streams for plan in plans]),
-        **{one.name: (int, [getattr(plan.counts, one.name) for plan in plans]) for one in fields(SyncCounts)},
+        **_told(Schedule, plans, "streams"),
+        **_told(SyncCounts, (plan.counts for plan in plans), *SyncCounts.__annotations__),
         "added_order": (int, [len(plan.added_order) for plan in plans]),
-        "maximum_concurrency": (bool, [plan.maximum_concurrency for plan in plans]),
-        "minimum_syncs": (bool, [plan.minimum_syncs for plan in plans]),
-    }
-
-
-def _check_columns(checks: Sequence[EqualityCheck | None]) -> _Columns:
-    return {
-        "passed": (bool, [one.passed if one else None for one in checks]),
-        "error": (float, [one.error if one else None for one in checks]),
-        "tolerance": (float, [one.tolerance if one else None for one in checks]),
+        **_told(Schedule, plans, "maximum_concurrency", "minimum_syncs"),
     }
 
 
@@ -294,37 +259,30 @@ def _candidates(report: ReportData) -> _Columns:
     return {
         "candidate": (str, [one.name for one in rows]),
         "kernels": (str, [one.fuse for one in rows]),
-        "streams": (int, [one.streams for one in rows]),
-        "syncs": (int, [one.syncs for one in rows]),
+        **_told(Candidate, rows, "streams", "syncs"),
         "simulated_ns": (float, [one.simulated_ns or None for one in rows]),
-        "median_ns": (float, [one.measurement.median_ns if one.measurement else None for one in rows]),
-        "spread": (float, [one.measurement.spread if one.measurement else None for one in rows]),
-        **_check_columns([one.check for one in rows]),
+        **_told(Measurement, (one.measurement for one in rows), "median_ns", "spread"),
+        **_told(EqualityCheck, (one.check for one in rows), "passed", "error", "tolerance"),
         "nbytes": (int, [one.nbytes or None for one in rows]),
-        "capture_s": (float, [one.capture_s for one in rows]),
-        "fuse_s": (float, [one.fuse_s for one in rows]),
-        "chosen": (bool, [one.chosen for one in rows]),
-        "note": (str, [one.note for one in rows]),
+        **_told(Candidate, rows, "capture_s", "fuse_s", "chosen", "note"),
     }
 
 
 def _measurements(report: ReportData) -> _Columns:
     rows = report.measurements
     ratios = [report.ratio(taken.name) for taken in rows]
+    over = _told(Ratio, ratios, "value", "low", "high")
     return {
         "run": (str, [taken.name for taken in rows]),
         "label": (str, [label_run(report, taken.name) for taken in rows]),
-        "median_ns": (float, [taken.median_ns for taken in rows]),
-        "spread": (float, [taken.spread for taken in rows]),
-        "drift": (float, [taken.drift for taken in rows]),
+        **_told(Measurement, rows, "median_ns", "spread", "drift"),
         "samples": (int, [len(taken.samples_ns) for taken in rows]),
-        "warmup": (int, [taken.warmup for taken in rows]),
-        "over_eager": (float, [ratio.value if ratio else None for ratio in ratios]),
-        "over_eager_low": (float, [ratio.low if ratio else None for ratio in ratios]),
-        "over_eager_high": (float, [ratio.high if ratio else None for ratio in ratios]),
+        **_told(Measurement, rows, "warmup"),
+        "over_eager": over["value"],
+        "over_eager_low": over["low"],
+        "over_eager_high": over["high"],
         "verdict": (str, [ratio.verdict if ratio else "" for ratio in ratios]),
-        "dropped": (int, [taken.dropped for taken in rows]),
-        "stable": (bool, [taken.stable for taken in rows]),
+        **_told(Measurement, rows, "dropped", "stable"),
         "warnings": (str, ["; ".join(taken.warnings) for taken in rows]),
     }
 
@@ -343,33 +301,27 @@ def _samples(report: ReportData) -> _Columns:
 
 
 def _peers(report: ReportData) -> _Columns:
-    medians = {taken.name: taken.median_ns for taken in report.measurements}
+    rows = report.peers
     return {
-        "peer": (str, [peer.name for peer in report.peers]),
-        "median_ns": (float, [medians.get(peer.name) for peer in report.peers]),
-        "prepare_s": (float, [peer.prepare_s for peer in report.peers]),
-        **_check_columns([peer.check for peer in report.peers]),
-        "note": (str, [peer.note for peer in report.peers]),
+        "peer": (str, [peer.name for peer in rows]),
+        **_told(Measurement, (report.measurement(peer.name) for peer in rows), "median_ns"),
+        **_told(PeerResult, rows, "prepare_s"),
+        **_told(EqualityCheck, (peer.check for peer in rows), "passed", "error", "tolerance"),
+        **_told(PeerResult, rows, "note"),
     }
 
 
 _PARTS = ("python_ns", "dispatch_ns", "allocation_ns", "launch_ns", "tail_ns", "work_ns", "exposed_ns")
 
 
-def _part_columns(rows: Sequence[CallOverhead | PhaseOverhead]) -> _Columns:
-    return {part: (float, [getattr(row, part) for row in rows]) for part in _PARTS}
-
-
 def _overhead(report: ReportData) -> _Columns:
     rows = report.overhead.calls if report.overhead else ()
     calls = [report.eager_calls[row.call] for row in rows]
     return {
-        "call": (int, [row.call for row in rows]),
-        "operator": (str, [call.operator for call in calls]),
-        "phase": (str, [call.phase for call in calls]),
-        "module": (str, [call.module for call in calls]),
+        **_told(CallOverhead, rows, "call"),
+        **_told(Call, calls, "operator", "phase", "module"),
         "source": (str, [source_of(call) for call in calls]),
-        **_part_columns(rows),
+        **_told(CallOverhead, rows, *_PARTS),
     }
 
 
@@ -384,39 +336,27 @@ def _modules(report: ReportData) -> _Columns:
 
 
 def _phases(report: ReportData) -> _Columns:
-    rows = report.overhead.phases if report.overhead else ()
-    return {
-        "phase": (str, [row.phase for row in rows]),
-        "host_ns": (float, [row.host_ns for row in rows]),
-        **_part_columns(rows),
-    }
+    return _told(PhaseOverhead, report.overhead.phases if report.overhead else (), "phase", "host_ns", *_PARTS)
 
 
 def _split(report: ReportData) -> _Columns:
     found = advice(report)
-    rows = [(split.run, part) for split in (found.eager, found.replay) if split for part in split.rows]
+    rows = [(split, name, ns) for split in (found.eager, found.replay) if split for name, ns, _ in split.rows]
     return {
-        "run": (str, [run for run, _ in rows]),
-        "part": (str, [part.name for _, part in rows]),
-        "ns": (float, [part.ns for _, part in rows]),
-        "share": (float, [part.share for _, part in rows]),
+        "run": (str, [split.run for split, _, _ in rows]),
+        "part": (str, [name for _, name, _ in rows]),
+        "ns": (float, [ns for _, _, ns in rows]),
+        "share": (float, [ns / split.total_ns if split.total_ns else 0.0 for split, _, ns in rows]),
     }
 
 
 def _advice(report: ReportData) -> _Columns:
     rows = advice(report).changes
-    return {
-        "change": (str, [one.what for one in rows]),
-        "run": (str, [one.run for one in rows]),
-        "gain_ns": (float, [one.gain_ns for one in rows]),
-        "of_ns": (float, [one.of_ns for one in rows]),
-        "basis": (str, [one.basis for one in rows]),
-        "per_sample": (bool, [one.per_sample for one in rows]),
-        "why": (str, [one.why for one in rows]),
-    }
+    named: _Columns = {"change": (str, [one.what for one in rows])}
+    return named | _told(Change, rows, "run", "gain_ns", "of_ns", "basis", "per_sample", "why")
 
 
-_MAKERS: dict[Kind, Callable[[ReportData], _Columns]] = {
+_MAKERS: dict[str, Callable[[ReportData], _Columns]] = {
     "calls": _calls,
     "kernels": _kernels,
     "spans": _spans,
@@ -434,3 +374,6 @@ _MAKERS: dict[Kind, Callable[[ReportData], _Columns]] = {
     "split": _split,
     "advice": _advice,
 }
+
+KINDS = tuple(_MAKERS)
+"""Every table, in the order in which a folder of them is written."""

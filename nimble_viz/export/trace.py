@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nimble_core.ir.program import Call
-from nimble_core.ir.timeline import Span, Timeline
+from nimble_core.ir.timeline import Timeline
 from nimble_core.utils.units import format_ns
-from nimble_viz.analysis.labels import context, label_call, label_run
+from nimble_viz.analysis.labels import context, label_call, label_run, source_of
 from nimble_viz.analysis.phases import PHASES, span_phases
 from nimble_viz.analysis.timeline import distorted, distortion
 from nimble_viz.report.data import ReportData
@@ -25,14 +25,7 @@ Argument = tuple[str, Value]
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One run: a group of tracks with a time axis that starts at 0.
-
-    Args:
-        name: of the run, as people read it.
-        run: its ``Timeline.run``.
-        arguments: how it was measured: clock, profiled and unprofiled length in nanoseconds, doubts.
-        labels: the same in words.
-    """
+    """One run: a group of tracks with a time axis that starts at 0; how it was measured as values and in words."""
 
     name: str
     run: str
@@ -42,13 +35,13 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """One row. Two slices on it are apart or one holds the other.
+    """One row of a process. Two slices on it are apart or one holds the other.
 
     Args:
         process: index into ``Trace.processes``.
         name: unique in its process.
-        lane: index into the timeline's lanes; None for the rows of the run as a whole and of a step's phases.
-        whole: whether it is the row of the run as a whole: the first of its process.
+        lane: of the timeline; None for the rows of the whole run (``whole``) and of a step's phases.
+        whole: whether it is the first row, that of the whole run.
     """
 
     process: int
@@ -66,7 +59,7 @@ class Slice:
         start_ns: whole nanoseconds since the run began, 0 or more.
         end_ns: likewise, never before ``start_ns``.
         name: kernel or operator.
-        category: phase of the step, ``"host"`` for what belongs to no call, ``"run"`` for the whole run.
+        category: phase of the step, ``"host"`` for what is unattributed, ``"run"`` for the whole run.
         arguments: what a click on it shows.
     """
 
@@ -80,12 +73,9 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """An arrow between two slices of one process; the target starts after the source does.
+    """An arrow between two ``Trace.slices`` of one process: a wait between streams, or a launch from host to device.
 
-    Args:
-        source: index into ``Trace.slices``.
-        target: likewise.
-        kind: ``"wait"`` where the plan synchronises two streams, ``"launch"`` from host to device.
+    The target starts after the source does.
     """
 
     source: int
@@ -95,16 +85,7 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What a trace viewer shows.
-
-    Args:
-        title: model, dtype, batch, device.
-        processes: one per timeline, eager first.
-        tracks: by process, in the order to draw them.
-        slices: by track; on a track by start, those that hold others before them.
-        flows: by process.
-        arguments: where it was measured.
-    """
+    """What a trace viewer shows; processes are eager first, slices by track, then by start, outer before inner."""
 
     title: str
     processes: tuple[Process, ...]
@@ -200,7 +181,8 @@ def _add_run(
             made: list[Slice] = []
             for start, end, index in members:
                 span = line.spans[index]
-                category = PHASES[phase_of[index]] if phase_of[index] >= 0 else _category(calls, span)
+                phase = calls[span.call].phase if span.call is not None else "host"
+                category = PHASES[phase_of[index]] if phase_of[index] >= 0 else phase
                 known = arguments[span.call] if span.call is not None else ()
                 slice_of[index] = len(slices) + len(made)
                 if line.streams:
@@ -308,17 +290,13 @@ def _run_labels(report: ReportData, line: Timeline) -> Iterator[str]:
         yield _text(line.note)
 
 
-def _category(calls: Sequence[Call], span: Span) -> str:
-    return calls[span.call].phase if span.call is not None else "host"
-
-
 def _call_arguments(call: Call) -> tuple[Argument, ...]:
     found: list[Argument] = [("call", call.index), ("label", _text(label_call(call)))]
     found.append(("operator", _text(call.operator)))
     if call.module:
         found.append(("module", _text(call.module)))
-    if call.origins and call.origins[0].file:
-        found.append(("source", _text(f"{call.origins[0].file}:{call.origins[0].line}")))
+    if source_of(call):
+        found.append(("source", _text(source_of(call))))
     found.append(("phase", call.phase))
     found.append(("bytes_read", sum(ref.nbytes for ref in call.reads)))
     found.append(("bytes_written", sum(ref.nbytes for ref in call.writes)))

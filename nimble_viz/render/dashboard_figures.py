@@ -20,8 +20,7 @@ from typing import Any, Literal
 from plotly.graph_objects import Bar, Figure, Scatter
 
 from nimble_core.utils.units import format_bytes, format_count, format_ns
-from nimble_viz.analysis.dag_boxes import Boxes
-from nimble_viz.analysis.dag_layout import lay_out
+from nimble_viz.analysis.dag_layout import Boxes, lay_out
 from nimble_viz.analysis.labels import plural
 from nimble_viz.analysis.overhead import PARTS, group_name, grouped, module_tree
 from nimble_viz.render.dashboard_views import Selection, Views

@@ -14,12 +14,12 @@ from nimble_core.scheduling.policies import POLICIES
 from nimble_core.scheduling.simulator import H200, simulate
 from nimble_core.utils.errors import InputError
 from nimble_core.utils.units import format_count, format_ns, format_ratio
+from nimble_viz.analysis.concurrency import MOST_CALLS
 from nimble_viz.analysis.labels import INTERVAL, plural
 from nimble_viz.analysis.overhead import PARTS
 from nimble_viz.analysis.payload import unpack, view_data
 from nimble_viz.analysis.provenance import became
 from nimble_viz.analysis.timeline import timelines
-from nimble_viz.analysis.what_if import MOST_CALLS
 from nimble_viz.report.data import ReportData
 
 __all__ = [

@@ -84,10 +84,3 @@ def test_pairs_are_of_one_operator_and_mirror(old: list[Call], new: list[Call]) 
     assert all(old[u].operator == new[v].operator for u, v in pairs)
     assert {(u, v) for v, u in match_calls(new, old)} == set(pairs)
     assert match_calls(old, old) == [(k, k) for k in range(len(old))]
-
-
-@given(kinds, st.data())
-def test_an_added_call_is_found_wherever_it_is_put(old: list[Call], data: st.DataObject) -> None:
-    place = data.draw(st.integers(0, len(old)))
-    added = call("a.new.x", data.draw(st.sampled_from("xyz")), 7)
-    assert left(old, [*old[:place], added, *old[place:]]) == ([], [place])

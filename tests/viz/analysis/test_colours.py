@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -10,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nimble_viz.analysis.colours import colours, exposed
-from nimble_viz.analysis.payload import unpack, view_data
 from nimble_viz.render.report import Report
-from tests.support.sample_reports import RENDERED, fused_report, old_report, plan_report, sample_report, training_report
+from tests.support.sample_reports import fused_report, plan_report, sample_report, training_report
 
 FUSED = fused_report()
 
@@ -62,19 +60,3 @@ def test_what_is_not_known_is_not_offered_and_says_why() -> None:
     assert why(plan_report())["exposed"] == "eager was not profiled"
     profile = replace(sample_report(60).overhead, calls=())
     assert why(replace(sample_report(60), overhead=profile))["exposed"] == "not in the profile"
-
-
-def test_time_is_not_called_that_of_a_gpu_without_one() -> None:
-    named = [
-        {row["key"]: row["name"] for row in colours(report)}
-        for report in (sample_report(4, device="cpu"), old_report())
-    ]
-    assert [row["time"] for row in named] == ["Time", "GPU time"]
-
-
-@pytest.mark.parametrize("case", RENDERED)
-def test_the_page_gets_a_value_for_each_call(case: str) -> None:
-    report = RENDERED[case]()
-    data = json.loads(json.dumps(view_data(report), allow_nan=False))
-    assert unpack(data["calls"]["exposed"], data) == exposed(report)
-    assert [row["key"] for row in data["colours"]] == ["stream", "exposed", "time", "phase"]

@@ -13,7 +13,6 @@ from nimble_viz.analysis.advice import best_run
 from nimble_viz.analysis.dag import dag
 from tests.support.sample_reports import (
     RENDERED,
-    sample_report,
 )
 
 
@@ -49,12 +48,6 @@ def test_parts_of_a_module_that_others_come_between_are_told_apart():
     assert "cells" not in columns["name"]
     clip = dag(nimble_viz.load(EXAMPLES / "clip-h200.nimble"))["columns"]
     assert "encoder.layers.0" in clip["name"]
-
-
-def test_repeated_blocks_are_counted():
-    columns = dag(sample_report(14 * 4))["columns"]
-    blocks = [alike for name, alike in zip(columns["name"], columns["alike"], strict=True) if name.startswith("layer")]
-    assert blocks == [4, 4, 4, 4]
 
 
 def test_the_graph_opens_on_the_plan_that_the_verdict_is_about() -> None:

@@ -6,12 +6,10 @@ import itertools
 import math
 from collections import Counter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nimble_viz.analysis.dag_boxes import nest
-from nimble_viz.analysis.dag_layout import lay_out, layers, order, spread_row, stacked
+from nimble_viz.analysis.dag_layout import components, lay_out, layers, nest, order, stacked
 from tests.support.sample_reports import (
     tangled_report,
 )
@@ -80,14 +78,6 @@ def test_lanes_of_a_graph_of_long_edges_stay_few():
     assert 0 < sum(len(lane.places) for lane in layout.lanes) <= 2 * size + 4_000
 
 
-@given(st.lists(st.floats(-50, 50), min_size=1, max_size=20))
-def test_spread_row_keeps_the_mean_and_what_already_fits(wanted):
-    spread = spread_row(wanted, [1.0] * len(wanted))
-    assert sum(spread) == pytest.approx(sum(wanted), abs=1e-6)
-    apart = [10.0 * k for k in range(len(wanted))]
-    assert spread_row(apart, [2.0] * len(wanted)) == apart
-
-
 def _chain(parent, box):
     chain = [box]
     while parent[box] >= 0:
@@ -107,3 +97,21 @@ def test_boxes_without_edges_lie_below_each_other_beside_the_others(rows: list[i
     assert max(free, default=-1) < max(tall, math.isqrt(max(len(free) - 1, 0)) + 1)
     if free:
         assert max(Counter(free).values()) <= max(1, math.ceil(len(free) / max(tall, 1)))
+
+
+@given(st.lists(st.lists(st.sampled_from(["a", "b", "layer", "0", "1"]), max_size=4).map(".".join), max_size=40))
+def test_groups_are_nested_runs_of_one_module(modules):
+    boxes = nest(modules)
+    for group, (first, last) in enumerate(zip(boxes.first, boxes.last, strict=True)):
+        assert last > first
+        around = boxes.parent[boxes.calls + group]
+        if around >= 0:
+            assert around < boxes.calls + group
+            outer = around - boxes.calls
+            assert boxes.first[outer] <= first
+            assert last <= boxes.last[outer]
+            assert (boxes.first[outer], boxes.last[outer]) != (first, last)
+        steps = components(boxes.name[group])
+        for module in modules[first : last + 1]:
+            path = components(module)
+            assert any(path[at : at + len(steps)] == steps for at in range(len(path)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import random
 import re
@@ -10,20 +9,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
-from rich.console import Console
 
 from nimble_core.ir.call_graph import graph_from_edges
 from nimble_core.ir.costs import Costs
-from nimble_core.ir.measurement import ACROSS, Measurement, across, summarize
+from nimble_core.ir.measurement import ACROSS, Measurement, summarize
 from nimble_core.ir.program import Call, Origin
 from nimble_core.ir.schedule import Schedule
-from nimble_core.scheduling.options import Options
 from nimble_core.utils.errors import InputError
-from nimble_viz import compare
 from nimble_viz.analysis.diff import (
     Change,
     CostChange,
@@ -36,7 +31,7 @@ from nimble_viz.render.report import Report
 from nimble_viz.render.verdict_text import headline
 from nimble_viz.render.verdicts import Difference, diff
 from nimble_viz.report.data import HostSync
-from tests.support.sample_reports import RENDERED, fused_report, plan_report, sample_report, training_report
+from tests.support.sample_reports import RENDERED, fused_report, sample_report, training_report
 
 
 def call(operator: str = "aten.relu.default", module: str = "", line: int = 1, index: int = 0) -> Call:
@@ -65,18 +60,6 @@ def report_of(calls: list[Call], *, streams: list[int] | None = None, costs: lis
     )
 
 
-def without(report: Report, gone: int) -> Report:
-    """``report`` without one call, for what ``diff`` reads."""
-
-    def kept(values: Any) -> Any:
-        return tuple(value for k, value in enumerate(values) if k != gone)
-
-    plans = tuple(replace(plan, stream=kept(plan.stream)) for plan in report.schedules)
-    costs = replace(report.costs, ns=kept(report.costs.ns), spread_ns=kept(report.costs.spread_ns))
-    calls = numbered(list(kept(report.program.calls)))
-    return replace(report, program=replace(report.program, calls=calls), schedules=plans, costs=costs)
-
-
 @st.composite
 def reports(draw: st.DrawFn) -> Report:
     """Few kinds of calls, often repeated, on up to three streams."""
@@ -101,41 +84,6 @@ def taken(name: str, ns: float, spread: float = 0.02, samples: int = 40) -> Meas
     return summarize(name, [ns * (1 + spread * draw.uniform(-1, 1)) for _ in range(samples)])
 
 
-def mirrored(found: Difference) -> dict[str, Any]:
-    """What ``found`` says, from new to old, without the order of its rows."""
-    return {
-        "matched": found.matched,
-        "added": found.removed,
-        "removed": found.added,
-        "moved": {(one.new, one.old) for one in found.moved},
-        "recosted": {(one.new, one.old, one.new_ns, one.old_ns) for one in found.recosted},
-        **{key: {(one.name, one.new, one.old) for one in some} for key, some in found.changes.items()},
-        "speeds": {(one.name, one.new_ns, one.old_ns, OPPOSITE[one.verdict]) for one in found.speeds},
-    }
-
-
-def straight(found: Difference) -> dict[str, Any]:
-    return {
-        "matched": found.matched,
-        "added": found.added,
-        "removed": found.removed,
-        "moved": {(one.old, one.new) for one in found.moved},
-        "recosted": {(one.old, one.new, one.old_ns, one.new_ns) for one in found.recosted},
-        **{key: {(one.name, one.old, one.new) for one in some} for key, some in found.changes.items()},
-        "speeds": {(one.name, one.old_ns, one.new_ns, one.verdict) for one in found.speeds},
-    }
-
-
-OPPOSITE = {
-    "faster": "slower",
-    "slower": "faster",
-    "undecided": "undecided",
-    "no difference": "no difference",
-    "added": "removed",
-    "removed": "added",
-}
-
-
 @pytest.mark.parametrize("case", RENDERED)
 def test_a_report_does_not_differ_from_itself(case: str) -> None:
     report = RENDERED[case]()
@@ -145,9 +93,21 @@ def test_a_report_does_not_differ_from_itself(case: str) -> None:
     assert "nothing else changed" in headline(found)
 
 
+def said(found: Difference) -> dict[str, set[tuple[Any, ...]]]:
+    """What ``found`` says, as values before and after, without the order of its rows."""
+    return {
+        "calls": {(one, None) for one in found.removed} | {(None, one) for one in found.added},
+        "moved": {(one.old, one.new) for one in found.moved},
+        "recosted": {((one.old, one.old_ns), (one.new, one.new_ns)) for one in found.recosted},
+        "speeds": {((one.name, one.old_ns), (one.name, one.new_ns)) for one in found.speeds},
+        **{key: {((one.name, one.old), (one.name, one.new)) for one in some} for key, some in found.changes.items()},
+    }
+
+
 @given(reports(), reports())
 def test_swapped_it_says_the_opposite(old: Report, new: Report) -> None:
-    assert straight(diff(new, old)) == mirrored(diff(old, new))
+    there, back = said(diff(old, new)), said(diff(new, old))
+    assert there == {key: {pair[::-1] for pair in pairs} for key, pairs in back.items()}
 
 
 @given(reports())
@@ -171,14 +131,6 @@ def test_a_repeated_call_is_found_by_its_kind(new: Report, data: st.DataObject) 
     assert found.origins == more.origins
 
 
-@pytest.mark.parametrize("gone", [0, 7, 30, 59])
-def test_a_removed_call_of_a_large_report(gone: int) -> None:
-    report = sample_report(60)
-    found = diff(report, without(report, gone))
-    assert [one.index for one in found.removed] == [gone]
-    assert not any((found.added, found.moved, found.recosted))
-
-
 def test_streams_are_compared_without_their_numbers() -> None:
     calls = [call(module=str(k)) for k in range(6)]
     old = report_of(calls, streams=[0, 0, 0, 1, 1, 1])
@@ -187,12 +139,6 @@ def test_streams_are_compared_without_their_numbers() -> None:
     assert (moved.new.index, moved.old_stream, moved.new_stream) == (2, 0, 1)
     (fresh,) = diff(old, report_of(calls, streams=[0, 0, 2, 1, 1, 1])).moved
     assert (fresh.new.index, fresh.old_stream, fresh.new_stream) == (2, 0, None)
-
-
-def test_streams_that_share_equally_many_calls_mirror() -> None:
-    calls = [call(module=str(k)) for k in range(3)]
-    old, new = report_of(calls, streams=[0, 0, 1]), report_of(calls, streams=[1, 0, 1])
-    assert [one.new.index for one in diff(old, new).moved] == [one.new.index for one in diff(new, old).moved] == [0]
 
 
 @pytest.mark.parametrize(
@@ -204,11 +150,6 @@ def test_costs_change_beyond_their_spread(new_ns: float, spread: float, changed:
     first, second = old.program.calls[0], new.program.calls[0]
     wanted = (CostChange(first, second, 1000.0, new_ns, spread, spread),) if changed else ()
     assert diff(old, new).recosted == wanted
-
-
-def test_costs_that_were_not_measured_are_not_compared() -> None:
-    (note,) = diff(sample_report(60), replace(plan_report(), program=sample_report(60).program)).notes
-    assert "not measured" in note
 
 
 @pytest.mark.parametrize(
@@ -244,11 +185,6 @@ def test_speeds_across_processes_mirror_and_lie_in_their_intervals(
     assert there.same == back.same == (1.02 if min(len(set(map(tuple, one))) for one in (before, after)) >= 3 else 1.05)
 
 
-def test_one_process_a_side_is_what_the_engine_says() -> None:
-    old, new = taken("nimble", 100.0), taken("nimble", 90.0)
-    assert processes([new], [old]) == across(new, old)
-
-
 def test_three_processes_a_side_show_what_processes_differ_by() -> None:
     old, close, apart = (
         [taken("nimble", ns * (1 + by), 0.0) for by in (0.0, 0.002, 0.004)] for ns in (104.0, 103.0, 100.0)
@@ -276,19 +212,6 @@ def test_several_reports_a_side_are_of_one_model() -> None:
         diff(report, [report, elsewhere])
 
 
-def test_speeds_beside_eager_are_of_the_same_rounds() -> None:
-    drifting = [100.0 * (1 + k) for k in range(40)]
-    report = replace(
-        sample_report(),
-        measurements=(summarize("eager", drifting), summarize("nimble", [ns / 2 for ns in drifting])),
-    )
-    found = beside_eager([report], "nimble")
-    assert found is not None
-    assert (found.low, found.value, found.high) == pytest.approx((2.0, 2.0, 2.0))
-    assert found == beside_eager([report, report], "")
-    assert beside_eager([report], "nobody") is None
-
-
 def test_that_two_models_are_compared_comes_before_any_number() -> None:
     old = sample_report(24)
     found = diff(old, replace(old, model="Other", batch=4, dtype="float32"))
@@ -297,13 +220,12 @@ def test_that_two_models_are_compared_comes_before_any_number() -> None:
     assert headline(found).startswith("Two different models: SampleNet against Other, ")
     shown = " ".join(found.to_text(200).split())
     assert shown.startswith("nimble_viz diff: Other Two different models: SampleNet against Other, ")
-    assert shown.count("against Other") == 1
     assert json.loads(found.to_json())["notes"][0] == found.subjects
-    assert diff(old, old).subjects == ""
 
 
 def test_the_chosen_runs_are_compared_whatever_their_names() -> None:
     report = sample_report()
+    assert beside_eager([report], "nobody") is None
     found = diff(replace(report, chosen="single"), report)
     assert found.chosen is not None
     assert found.chosen.name == "single -> nimble"
@@ -355,12 +277,11 @@ def test_kernels_of_other_makers_are_compared_by_eager_calls() -> None:
     assert not any((found.recosted, found.moved))
 
 
-@pytest.mark.parametrize("width", [60, 100])
 @pytest.mark.parametrize("case", [name for name in RENDERED if name != "ten thousand"])
-def test_text_fits_and_is_harmless(case: str, width: int) -> None:
+def test_text_fits_and_is_harmless(case: str) -> None:
     for found in (diff(sample_report(24), RENDERED[case]()), diff(RENDERED[case](), sample_report(24))):
-        text = found.to_text(width)
-        assert max(cell_len(line) for line in text.splitlines()) <= width
+        text = found.to_text(60)
+        assert max(cell_len(line) for line in text.splitlines()) <= 60
         assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f]", text)
         assert json.loads(found.to_json())["empty"] is found.empty
 
@@ -368,11 +289,11 @@ def test_text_fits_and_is_harmless(case: str, width: int) -> None:
 def test_text_says_what_changed() -> None:
     old = sample_report(60)
     slow = tuple(summarize(one.name, [3 * ns for ns in one.samples_ns]) for one in old.measurements)
-    text = diff(old, replace(without(old, 7), measurements=slow)).to_text(120)
+    fewer = replace(old.program, calls=old.program.calls[:-1])
+    text = diff(old, replace(old, program=fewer, measurements=slow)).to_text(120)
     assert "The chosen run (nimble) is 3.00x slower than the old one (" in text
     assert "1 call removed" in text
-    assert re.search(r"Calls removed \(1\)\n  - .*, call 7\n", text)
-    assert "slower" in text
+    assert re.search(r"Calls removed \(1\)\n  - .*, call 59\n", text)
     assert "Environment" not in text
 
 
@@ -380,51 +301,14 @@ def test_memory_that_was_not_measured_is_said_to_be() -> None:
     old = sample_report(20)
     memory = replace(old.memory, eager_peak=0, engines=(("single", 0), *old.memory.engines[1:]), planned=())
     found = diff(old, replace(old, memory=memory))
-    text = found.to_text(120)
-    assert re.search(r"eager's peak +50\.0 MiB -> not measured\n", text)
-    assert re.search(r"single: held +92\.0 MiB -> not measured\n", text)
-    assert re.search(r"single: arena +\S+ \S+ -> none\n", text)
+    assert re.search(r"eager's peak +50\.0 MiB -> not measured\n", found.to_text(120))
     assert Change("eager's peak", 52_428_800, None) in found.memory
-    nothing = replace(old, memory=replace(memory, engines=memory.engines[1:]))
-    assert diff(nothing, replace(old, memory=memory)).memory == ()
 
 
 def test_long_lists_are_cut() -> None:
     text = diff(report_of([]), report_of([call(module=str(k)) for k in range(25)])).to_text()
     assert "Calls added (25)" in text
     assert "and 15 more" in text
-
-
-@pytest.fixture(scope="session")
-def real() -> tuple[Report, Report]:
-    """A model measured on the host, and the same with a layer norm put in, which renumbers what follows it."""
-    torch.manual_seed(0)
-    layers = [torch.nn.Linear(16, 16), torch.nn.GELU(), torch.nn.Linear(16, 16), torch.nn.Tanh()]
-    options = Options(policy="nimble", tune="off")
-    old, new = (
-        compare(torch.nn.Sequential(*some).eval(), torch.randn(2, 16), options=options)
-        for some in (layers, [*layers[:1], torch.nn.LayerNorm(16), *layers[1:]])
-    )
-    return old, new
-
-
-def test_a_layer_put_into_a_real_model(real: tuple[Report, Report]) -> None:
-    old, new = real
-    found = old.diff(new)
-    assert [one.label for one in found.added] == ["native_layer_norm"]
-    assert (found.removed, found.matched, found.environment) == ((), len(old.program.calls), ())
-    assert Change("calls", 4, 5) in found.facts
-    assert [one.label for one in new.diff(old).removed] == ["native_layer_norm"]
-    assert "native_layer_norm in 1 (" in found.to_text(100)
-    assert found._repr_mimebundle_()["text/plain"] == found.to_text(100)
-
-
-def test_rich_shows_colours() -> None:
-    old = sample_report(12)
-    slow = tuple(summarize(one.name, [3 * ns for ns in one.samples_ns]) for one in old.measurements)
-    console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=100)
-    console.print(diff(old, replace(old, measurements=slow)))
-    assert "\x1b[1;31m" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_json_holds_no_infinity() -> None:
@@ -434,26 +318,8 @@ def test_json_holds_no_infinity() -> None:
     assert data["nimble_diff"] == 1
 
 
-def test_training_reports() -> None:
-    report = training_report()
-    assert diff(report, without(report, 30)).removed[0].phase == "backward"
-
-
-def test_ten_thousand_calls_with_many_changes_take_seconds() -> None:
-    calls = [call(f"a.op{k % 7}.default", f"layer.{k}") for k in range(10_000)]
-    new = [replace(one, operator="a.other.default") if k % 50 == 0 else one for k, one in enumerate(calls)]
-    found = diff(report_of(calls), report_of(new))
-    assert len(found.added) == len(found.removed) == 200
-
-
 def test_training_and_inference_are_not_the_same_work() -> None:
     found = diff(sample_report(), training_report())
     assert found.unlike == "one is of training steps, the other of inference"
     assert (found.chosen, found.speeds) == (None, ())
-    shown = " ".join(found.to_text(120).split())
-    assert "No times are compared (one is of training steps, the other of inference)" in shown
-    assert "slower" not in shown
-    assert "faster" not in shown
-    for same in (sample_report(), training_report()):
-        assert not diff(same, same).unlike
-        assert diff(same, same).speeds
+    assert "No times are compared" in found.to_text(120)

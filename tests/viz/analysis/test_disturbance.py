@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from nimble_core.ir.measurement import Ratio, ratio, summarize
+from nimble_core.ir.measurement import summarize
 from nimble_viz.analysis.disturbance import disturbances, why_undecided
 from nimble_viz.analysis.summary import summary, verdict
 from nimble_viz.render.report import Report
-from tests.support.sample_reports import busy_report, plan_report, sample_report, timed
+from tests.support.sample_reports import sample_report, timed
 
 QUIET = {"throttling": (), "sm_clock_mhz": (1980, 1965), "other_processes": 0, "others": 0.3, "load": 0.4}
 
@@ -72,11 +72,6 @@ def test_a_quiet_machine_is_not_blamed(where: dict[str, Any]) -> None:
     assert not [text for text in summary(report)["warnings"] if text.startswith("while measuring")]
 
 
-def test_what_a_plan_was_made_beside_disturbed_no_measurement() -> None:
-    where = replace(plan_report().environment, others=14.0)
-    assert disturbances(replace(plan_report(), environment=where)) == ()
-
-
 def test_interrupted_samples_are_named_by_their_share() -> None:
     report = quiet()
     for dropped, said in ((15, ()), (48, ("up to 25% of a run's samples were interrupted and dropped",))):
@@ -111,20 +106,3 @@ def test_too_few_rounds_are_named_before_all_else_where_they_decide_nothing() ->
         for one, by in zip(report.measurements, (1, 1, 3), strict=True)
     )
     assert why(replace(report, measurements=taken)).startswith("only 14 rounds ")
-
-
-def test_a_difference_that_hardly_counts_is_called_that() -> None:
-    ratio = Ratio("nimble", "eager", 1.02, 1.015, 1.025)
-    assert why_undecided(quiet(), ratio) == "the difference is near 2%, from where on it counts; run again"
-
-
-def test_a_busy_report_says_so_once_in_its_headline() -> None:
-    report = busy_report()
-    nimble, eager = report.measurement("nimble"), report.measurement("eager")
-    assert nimble is not None
-    assert eager is not None
-    assert ratio(nimble, eager).verdict == "undecided"
-    assert verdict(report).count("load 14 on 2 cores; close other programs or run again") == 1
-    facts = dict(summary(report)["environment"])
-    assert facts["Other programs running"] == "13.60 threads, on average"
-    assert {row["dropped"] for row in summary(report)["speed"]} == {7}

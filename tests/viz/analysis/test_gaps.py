@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from nimble_core.ir.call_graph import graph_from_edges
 from nimble_core.ir.schedule import Schedule
 from nimble_core.ir.timeline import Lane, Span, Timeline
-from nimble_viz.analysis.gaps import PARTS, Gap, StreamTime, gaps, launch_gaps, longest_gaps, lost, stream_times
+from nimble_viz.analysis.gaps import PARTS, Gap, StreamTime, gaps, longest_gaps, lost, stream_times
 from nimble_viz.render.report import Report
 from tests.support.sample_reports import sample_report
 
@@ -19,13 +19,6 @@ def line_of(spans: list[tuple[int, float, float, int | None]], lanes: int = 2) -
     drawn = sorted((Span(lane, float(a), float(b), call, "k") for lane, a, b, call in spans), key=lambda s: s.start_ns)
     made = tuple(Lane(f"stream {k}", "stream") for k in range(lanes))
     return Timeline("nimble", "measured", "GPU clock", made, tuple(drawn))
-
-
-def test_one_stream_has_launch_gaps_only() -> None:
-    line = line_of([(0, 100, 110, 0), (0, 112, 120, 1), (0, 120, 130, 2)], 1)
-    found = gaps(graph_from_edges(3, [(0, 1), (0, 2)]), Schedule("nimble", (0, 0, 0), (0, 1, 2), ()), line)
-    assert found == [Gap(0, 1, 0, 110, 112, launch_ns=2, wait_ns=0, unready_ns=0)]
-    assert stream_times(found, line) == [StreamTime(28, 2, 0, 0, 0, 0)]
 
 
 def test_a_wait_for_another_stream_where_nothing_else_was_ready() -> None:
@@ -46,10 +39,6 @@ def test_a_wait_for_another_stream_where_nothing_else_was_ready() -> None:
         "nothing ready": 30,
         "nothing left": 10,
     }
-    assert [(row["kind"], row["count"], row["ns"]) for row in launch_gaps(found, line)] == [
-        ("after a call of its stream", 1, 1),
-        ("after one of another", 2, 7),
-    ]
 
 
 def test_a_wait_while_a_ready_call_queued_behind_its_stream() -> None:
@@ -65,18 +54,6 @@ def test_order_that_the_plan_adds_is_waited_for() -> None:
     plan = Schedule("nimble", (0, 1), (0, 1), ((0, 1),), added_order=((0, 1),))
     # 1 needs nothing of 0 and was ready all the time: it queued because the plan says so.
     assert gaps(graph_from_edges(2, []), plan, line) == [Gap(1, 1, 0, 0, 26, launch_ns=6, wait_ns=20, unready_ns=0)]
-
-
-def test_a_streams_first_call_that_waits_for_none_has_no_gap() -> None:
-    # 1 adds 1 to a counter, long after it might have, on a stream of its own.
-    line = line_of([(0, 0, 40, 0), (1, 30, 32, 1), (0, 41, 50, 2)])
-    plan = Schedule("nimble", (0, 1, 0), (0, 1, 2), ())
-    graph = graph_from_edges(3, [(0, 2)])
-    found = gaps(graph, plan, line)
-    assert found == [Gap(0, 2, 0, 40, 41, launch_ns=1, wait_ns=0, unready_ns=0)]
-    times = stream_times(found, line)
-    assert times == [StreamTime(49, 1, 0, 0, 0, 0), StreamTime(2, 0, 0, 0, 30, 18)]
-    assert [(row["name"], row["ns"]) for row in lost(times)][2:] == [("not begun", 30), ("nothing left", 18)]
 
 
 def test_only_gaps_that_the_replays_length_depends_on_are_worth_a_line() -> None:
@@ -108,7 +85,6 @@ def test_between_kernels_of_one_call() -> None:
     line = line_of([(0, 0, 5, 0), (0, 9, 12, 0)], 1)
     found = gaps(graph_from_edges(1, []), Schedule("nimble", (0,), (0,), ()), line)
     assert found == [Gap(0, 0, 0, 5, 9, 4, 0, 0)]
-    assert [row["kind"] for row in launch_gaps(found, line)] == ["inside a call"]
 
 
 def test_a_call_without_kernels_hands_on_what_it_waited_for() -> None:
@@ -116,35 +92,6 @@ def test_a_call_without_kernels_hands_on_what_it_waited_for() -> None:
     plan = Schedule("nimble", (0, 0, 1), (0, 1, 2), ((1, 2),))
     found = gaps(graph_from_edges(3, [(0, 1), (1, 2)]), plan, line)
     assert found == [Gap(1, 2, 0, 0, 33, launch_ns=3, wait_ns=0, unready_ns=30)]
-
-
-def test_a_kernel_of_no_call_has_only_a_launch_gap() -> None:
-    line = line_of([(0, 0, 4, 0), (0, 6, 8, None)], 1)
-    found = gaps(graph_from_edges(1, []), Schedule("nimble", (0,), (0,), ()), line)
-    assert found == [Gap(0, None, None, 4, 6, 2, 0, 0)]
-    report = sample_report(3)
-    assert longest_gaps(report, line, found, 5) == []
-
-
-def test_no_spans_no_gaps() -> None:
-    line = line_of([])
-    assert gaps(graph_from_edges(1, []), Schedule("nimble", (0,), (0,), ()), line) == []
-    assert stream_times([], line) == [StreamTime(0, 0, 0, 0, 0, 0)] * 2
-    assert lost(stream_times([], line)) == []
-
-
-def test_rows_name_who_waited_for_whom_and_why() -> None:
-    report = sample_report(20)
-    line, plan = report.timeline("nimble"), report.schedule("nimble")
-    assert line is not None
-    assert plan is not None
-    found = gaps(report.graph, plan, line)
-    rows = longest_gaps(report, line, found, 4)
-    assert len(rows) == 4
-    delays = [row["delay_ns"] for row in rows]
-    assert delays == sorted(delays, reverse=True)
-    assert all(0 < row["delay_ns"] <= row["ns"] for row in rows)
-    assert all(row["why"] and row["after"] and row["label"] for row in rows)
 
 
 @st.composite
@@ -189,10 +136,3 @@ def test_a_gap_ends_no_earlier_than_what_was_waited_for(case: tuple[Report, Time
         if one.awaited is not None and one.awaited != one.call:
             assert end[one.awaited] <= one.end_ns
             assert one.launch_ns <= one.end_ns - end[one.awaited]
-
-
-@given(replays())
-def test_a_stream_alone_never_waits_for_another(case: tuple[Report, Timeline, Schedule]) -> None:
-    report, line, plan = case
-    if set(plan.stream) == {0}:
-        assert all(one.wait_ns == one.unready_ns == 0 for one in gaps(report.graph, plan, line))

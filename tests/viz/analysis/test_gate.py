@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from nimble_core.ir.measurement import summarize
-from nimble_core.ir.schedule import SyncCounts
-from nimble_core.scheduling.options import Options
 from nimble_core.utils.errors import InputError
-from nimble_viz import compare, load
 from nimble_viz.analysis.gate import EXIT_CODES, Outcome, Rules, Verdict
 from nimble_viz.cli.command import main
 from nimble_viz.render.report import Report
@@ -37,15 +33,6 @@ def timed(report: Report, **runs: tuple[float, ...]) -> Report:
 def verdict(report: Report, rule: str, rules: Rules | None = None, baseline: Report | None = None) -> Verdict:
     (found,) = (one for one in gate(report, rules, baseline=baseline).verdicts if one.rule == rule)
     return found
-
-
-@pytest.fixture(scope="session")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A real report, taken on the host, in a file."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU(), torch.nn.Linear(16, 16)).eval()
-    report = compare(model, torch.randn(2, 16), options=Options(policy="nimble", tune="off"))
-    return report.save(tmp_path_factory.mktemp("gate") / "real.nimble")
 
 
 @pytest.mark.parametrize(
@@ -91,16 +78,6 @@ def test_a_higher_bar_is_never_easier(samples: list[tuple[float, float]], one: f
     assert ORDER.index(easy) <= ORDER.index(hard)
 
 
-@given(st.data(), st.floats(0.1, 10), st.floats(0.1, 10))
-def test_more_room_is_never_harder(data: st.DataObject, one: float, other: float) -> None:
-    rounds = st.lists(st.floats(50, 200), min_size=14, max_size=36)
-    old, new = (
-        timed(sample_report(12), eager=tuple(data.draw(rounds)), nimble=tuple(data.draw(rounds))) for _ in range(2)
-    )
-    tight, wide = (verdict(new, "max_slowdown", Rules(max_slowdown=most), old).outcome for most in sorted((one, other)))
-    assert ORDER.index(wide) <= ORDER.index(tight)
-
-
 @pytest.mark.parametrize("more", [-1, 0, 1])
 def test_counts_are_exact(more: int) -> None:
     report = sample_report(60)
@@ -116,7 +93,7 @@ def test_counts_are_exact(more: int) -> None:
     assert found.exit_code == (0 if more >= 0 else 1)
 
 
-@pytest.mark.parametrize("most", [0, 1, 2, 3])
+@pytest.mark.parametrize("most", [1, 2])
 def test_host_syncs_and_blocking_copies_of_code_as_it_is(most: int) -> None:
     report = profile_report()
     assert report.overhead is not None
@@ -124,20 +101,7 @@ def test_host_syncs_and_blocking_copies_of_code_as_it_is(most: int) -> None:
     found = gate(report, Rules(max_host_syncs=most))
     assert [one.rule for one in found.verdicts] == ["complete", "max_host_syncs"]  # nothing runs in eager's place
     assert (found.exit_code, found.verdicts[1].value) == (0 if most >= 2 else 1, 2)
-    said = "host synchronisations and blocking copies of one iteration: 2"
-    where = "" if most >= 2 else ": aten::item, 1; Memcpy HtoD (Pageable -> Device), 1"
-    assert found.verdicts[1].text == f"{said}, allowed {most}{where}"
-
-
-def test_places_of_host_syncs_are_named_the_most_frequent_first() -> None:
-    report = sample_report()
-    assert report.overhead is not None
-    syncs = tuple(HostSync("aten::item", count, 1.0, f"train.py:{count}") for count in (1, 4, 2, 3))
-    report = replace(report, overhead=replace(report.overhead, host_syncs=syncs))
-    text = verdict(report, "max_host_syncs", Rules(max_host_syncs=9)).text
-    assert text.endswith(
-        "10, allowed 9: aten::item at train.py:4, 4; aten::item at train.py:3, 3; aten::item at train.py:2, 2; …"
-    )
+    assert ("aten::item, 1; Memcpy HtoD (Pageable -> Device), 1" in found.verdicts[1].text) == (most < 2)
 
 
 def test_a_profile_against_an_earlier_one() -> None:
@@ -149,14 +113,6 @@ def test_a_profile_against_an_earlier_one() -> None:
     assert old.overhead is not None
     fewer = replace(old, overhead=replace(old.overhead, host_syncs=old.overhead.host_syncs[:1]))
     assert verdict(old, "baseline_host_syncs", baseline=fewer).outcome == "fail"
-
-
-def test_what_was_not_read_is_planned() -> None:
-    report = sample_report(60)
-    plan = replace(report.schedules[1], counts=SyncCounts(9, 8, 7, None))
-    planned = replace(report, schedules=(report.schedules[0], plan))
-    assert verdict(planned, "max_syncs", Rules(max_syncs=7)).outcome == "pass"
-    assert verdict(planned, "max_syncs", Rules(max_syncs=6)).outcome == "fail"
 
 
 def test_what_is_not_known_decides_nothing() -> None:
@@ -202,16 +158,9 @@ def test_slower_than_the_baseline(factors: dict[str, float], outcome: Outcome) -
     assert ("this may be the machine" in found.text) == ("eager" in factors and outcome == "inconclusive")
 
 
-def test_eager_is_called_slower_only_where_its_samples_show_it() -> None:
-    eager, slow, fast = (60.0,) * 15 + (100.0,) * 15 + (160.0,) * 15, (130.0,) * 45, (100.0,) * 45
-    base = timed(sample_report(), eager=eager, nimble=fast)
-    same = verdict(timed(base, eager=eager, nimble=slow), "max_slowdown", baseline=base)
-    assert same.outcome == "inconclusive"
-    assert same.text.endswith("; eager may be slower too, so that this may be the machine")
-    quiet = timed(base, eager=fast, nimble=fast)
-    late = verdict(timed(base, eager=(150.0,) * 45, nimble=slow), "max_slowdown", baseline=quiet)
-    assert late.outcome == "inconclusive"
-    assert late.text.endswith("; eager is slower too, so that this may be the machine")
+def test_without_eager_a_slowdown_stands() -> None:
+    report = timed(sample_report(), nimble=(100.0,) * 40)
+    assert verdict(slower(report, nimble=2.0), "max_slowdown", baseline=report).outcome == "fail"
 
 
 def test_three_processes_a_side_tell_smaller_slowdowns() -> None:
@@ -238,11 +187,6 @@ def test_each_of_several_reports_has_to_keep_to_the_rules() -> None:
             gate(wrong)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="two different batches: 1 against 9"):
         gate([report, replace(report, batch=9)])
-
-
-def test_without_eager_a_slowdown_stands() -> None:
-    report = timed(sample_report(), nimble=(100.0,) * 40)
-    assert verdict(slower(report, nimble=2.0), "max_slowdown", baseline=report).outcome == "fail"
 
 
 def test_no_count_may_exceed_the_baselines() -> None:
@@ -331,21 +275,13 @@ def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("gate", path) == 0
     assert run("gate", path, "--min-speedup", 2) == 1
     assert run("gate", path, "--min-speedup", 1) == 3
-    assert run("gate", path, "--min-speedup", 1, "--max-calls", 0) == 1
     assert run("gate", path, "--min-speedup", -1) == 2
-    assert run("gate", tmp_path / "none.nimble") == 2
-    (tmp_path / "bad.nimble").write_bytes(b"no")
-    assert run("gate", tmp_path / "bad.nimble") == 2
     other = replace(report, environment=replace(report.environment, driver="1")).save(tmp_path / "o.nimble")
     assert run("gate", path, "--baseline", other) == 2
     assert "driver 1, now 580.65" in capsys.readouterr().err
     assert run("gate", path, "--baseline", other, "--any-environment") == 0
-    assert run("gate", "--any-environment", "--baseline", other, path) == 0
     assert run("gate", path, path, path, "--baseline", path, path, path) == 0
     assert run("gate", "--baseline", path) == 2
-    with pytest.raises(SystemExit) as stopped:
-        run("gate", path, "--min-speedup", "much")
-    assert stopped.value.code == 2
 
 
 def test_files_for_ci(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -357,36 +293,3 @@ def test_files_for_ci(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     failure = ElementTree.fromstring(junit.read_text(encoding="utf-8")).find(".//failure")
     assert failure is not None
     assert failure.attrib["message"] == "fail: calls: 60, allowed 1"
-    assert run("gate", path, "--junit", tmp_path / "no" / "junit.xml") == 2
-
-
-def test_every_rule_has_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        run("gate", "-h")
-    shown = " ".join(capsys.readouterr().out.split())
-    assert all(f"--{field.name.replace('_', '-')}" in shown for field in fields(Rules))
-    assert "Exit codes: 0 every rule passed" in shown
-
-
-def test_diff_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    old = sample_report(24).save(tmp_path / "old.nimble")
-    new = sample_report(28).save(tmp_path / "new.nimble")
-    assert run("diff", old, new) == 0
-    assert "Calls added (4)" in capsys.readouterr().out
-    assert run("diff", old, new, "--json") == 0
-    assert len(json.loads(capsys.readouterr().out)["added"]) == 4
-    assert run("diff", old, tmp_path / "none.nimble") == 2
-    (tmp_path / "bad.nimble").write_bytes(b"no")
-    assert run("diff", old, tmp_path / "bad.nimble") == 2
-
-
-def test_a_real_report(measured: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = load(measured)
-    assert report.diff(report).empty
-    calls = len(report.program.calls)
-    assert run("gate", measured, "--max-calls", calls, "--max-syncs", 0, "--max-host-syncs", 0, "--min-speedup", 0) == 0
-    assert run("gate", measured, "--max-calls", calls - 1) == 1
-    assert run("gate", measured, "--min-speedup", 1e6) == 1
-    late = slower(report, **{report.chosen: 1e6}).save(measured.with_name("late.nimble"))
-    assert run("gate", late, "--baseline", measured) == 1
-    assert "max_slowdown" in capsys.readouterr().out

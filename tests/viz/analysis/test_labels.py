@@ -10,12 +10,10 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 from nimble_core.ir.measurement import Ratio
 from nimble_core.ir.program import Call, Origin
 from nimble_viz.analysis.labels import (
-    common_module,
     label_call,
     label_operators,
     label_plan,
@@ -29,16 +27,12 @@ from nimble_viz.analysis.provenance import (
     module_of,
 )
 from nimble_viz.analysis.summary import summary, verdict
-from nimble_viz.export.tables import make_table
-from nimble_viz.render.dashboard_views import Views, summary_html
 from nimble_viz.render.html import plain_summary
 from nimble_viz.render.report import Report
-from nimble_viz.render.text import plain_text, report_text
-from nimble_viz.render.verdict_text import difference_text
+from nimble_viz.render.text import plain_text
 from nimble_viz.render.verdicts import Rules, diff, gate
 from nimble_viz.report.data import EAGER_ALONE, EqualityCheck, PeerResult
 from tests.support.sample_reports import (
-    busy_report,
     fused_report,
     plan_report,
     sample_report,
@@ -96,7 +90,6 @@ def written(report: Report, other: Report) -> Iterator[str]:
     cells += [row["ratio"] for row in tables["peers"]] + [row["single"] for row in tables["candidates"]["rows"]]
     yield from (f"{cell['text']} {cell['interval']}" for cell in cells if cell)
     yield re.sub(r"Concurrency there is: [\d.]+x", "", plain_summary(report))
-    yield re.sub(r"Concurrency there is</th><td>[\d.]+x", "", summary_html(Views(report)))
     yield plain_text(report, 200).split("\n\n")[0]
     found = diff(other, report)
     yield found.to_text(200).split("\n\n")[0]
@@ -129,20 +122,6 @@ def test_every_ratio_lies_in_the_interval_that_is_printed_beside_it(case: Case, 
         check(text)
 
 
-@given(cases, cases)
-@settings(max_examples=60)
-def test_nothing_undecided_is_bold_or_green(case: Case, before: Case) -> None:
-    report, other = case.report(), before.report()
-    console = Console(width=200, force_terminal=True, color_system="standard")
-    for content in (report_text(report), difference_text(diff(other, report))):
-        for segment in console.render(content):
-            if "undecided" in segment.text:
-                assert segment.style is None or not segment.style.bold
-                assert segment.style is None or segment.style.color is None
-    told = summary_html(Views(report))
-    assert not re.search(r"<b>[^<]*undecided against", told)
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -157,16 +136,6 @@ def test_the_check_fails_where_it_should(text: str) -> None:
         check(text)
 
 
-@given(st.floats(1e-3, 1e3), st.floats(1, 9), st.floats(1, 9))
-def test_words_are_those_of_the_verdict(value: float, below: float, above: float) -> None:
-    ratio = Ratio("nimble", "eager", value, value / below, value * above)
-    said, (text, interval) = ratio_words(ratio), ratio_figures(ratio)
-    check(said)
-    check(f"{text} {interval}")
-    assert said.startswith("undecided against") == (ratio.verdict == "undecided") == (text == "undecided")
-    assert ("faster than" in said, "slower than" in said) == (ratio.verdict == "faster", ratio.verdict == "slower")
-
-
 def test_a_ratio_below_one_is_turned_over() -> None:
     slower = Ratio("ours", "theirs", 0.5, 0.4, 0.8)
     assert ratio_words(slower) == "2.00x slower than theirs (1.25x to 2.50x)"
@@ -175,17 +144,6 @@ def test_a_ratio_below_one_is_turned_over() -> None:
     same = replace(slower, value=1.0, low=0.99, high=1.01)
     assert ratio_sentence("ours", same, "it", "here") == "ours: no difference from it (0.99x to 1.01x; here)"
     assert ratio_sentence("ours", slower, "it") == "ours is 2.00x slower than it (1.25x to 2.50x)"
-
-
-def test_tables_for_programs_carry_the_verdict_with_the_ratio() -> None:
-    table = make_table(busy_report(), "measurements")
-    columns = {column.name: column.cells for column in table.columns}
-    assert columns["verdict"] == ("no difference", "undecided", "undecided", "undecided")
-    assert columns["dropped"] == (7,) * 4
-    for low, value, high in zip(*(columns[f"over_eager{end}"] for end in ("_low", "", "_high")), strict=True):
-        assert low <= value <= high
-    rounds = next(column.cells for column in make_table(busy_report(), "samples").columns if column.name == "round")
-    assert rounds[:3] == (0, 2, 4)
 
 
 def _call(operator, *origins, eager=()):
@@ -217,12 +175,3 @@ def test_runs_and_plans_have_names_that_tell_whose_kernels_they_run():
     assert split_plan("library, contention, 4 streams") == ("library", "contention, 4 streams")
     assert split_plan("opara, 4 streams") == ("none", "opara, 4 streams")
     assert "1.41x faster than one-stream replay (inductor)" in verdict(report)
-
-
-@given(st.lists(st.lists(st.sampled_from("ab"), max_size=4).map(".".join), min_size=1, max_size=5))
-def test_the_common_module_holds_all(modules):
-    common = common_module(modules)
-    assert all(f"{module}.".startswith(f"{common}." if common else "") for module in modules)
-    steps = common.split(".") if common else []
-    longer = {tuple(module.split(".")[: len(steps) + 1]) for module in modules}
-    assert len(longer) > 1 or len(next(iter(longer))) == len(steps) or not any(modules)

@@ -95,7 +95,9 @@ def test_far_from_the_limit_one_sentence_says_why():
     assert (doubtful["over"], doubtful["sentence"]) == ("1.50x ± 67%", "")
     near = replace(report, measurements=(summarize(report.chosen, [1.2 * report.critical_path_ns] * 9),))
     assert limit(near, report.chosen)["sentence"] == ""
-    assert "not watched" in limit(replace(report, timelines=()), report.chosen)["sentence"]
+    unreliable = tuple(replace(line, reliable=False) for line in report.timelines)
+    for lines in ((), unreliable):
+        assert "not watched" in limit(replace(report, timelines=lines), report.chosen)["sentence"]
     assert limit(report, "eager") is None
     assert limit(replace(report, critical_path_ns=0.0), report.chosen) is None
 

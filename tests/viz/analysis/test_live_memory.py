@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nimble_core.ir.program import Access, Call, Program, Role, Storage, TensorRef
-from nimble_core.scheduling.live_bytes import serial_peak
 from nimble_core.utils.units import format_bytes
-from nimble_viz.analysis.live_memory import HOLDERS, live_bytes, live_memory, live_text
+from nimble_viz.analysis.live_memory import HOLDERS, live_bytes, live_memory, live_text, memory
 from nimble_viz.report.data import EngineMemory, Memory
 from tests.support.sample_reports import (
     CASES,
     RENDERED,
     fused_report,
+    old_report,
     plan_report,
     profile_report,
     sample_report,
@@ -62,14 +62,6 @@ def test_bytes_are_those_of_results_between_first_and_last_use(program: Program,
         assert live[position] == expected
 
 
-@pytest.mark.parametrize("case", ["two streams", "wide", "thousand"])
-def test_the_peak_is_the_least_that_the_core_knows_for_program_order(case: str) -> None:
-    report = CASES[case]()
-    found = live_memory(report)
-    assert found is not None
-    assert found["runs"][0]["peak"] == serial_peak(report.program)
-
-
 @pytest.mark.parametrize("case", RENDERED)
 def test_holders_and_the_rest_are_the_peak(case: str) -> None:
     report = RENDERED[case]()
@@ -100,17 +92,6 @@ def test_a_fused_program_has_a_curve_of_its_own() -> None:
     assert not found["alike"]
 
 
-def test_runs_of_one_order_are_said_to_be_alike() -> None:
-    found = live_memory(sample_report(24, width=2))
-    assert found is not None
-    assert found["alike"]
-    turned = replace(sample_report(24, width=1).schedules[0], order=(1, 0, *range(2, 24)))
-    report = sample_report(24, width=1)
-    other = live_memory(replace(report, schedules=(turned,), chosen="single"))
-    assert other is not None
-    assert not other["alike"]
-
-
 def test_what_was_measured_and_planned_stands_beside() -> None:
     report = replace(
         sample_report(60),
@@ -127,20 +108,6 @@ def test_what_was_measured_and_planned_stands_beside() -> None:
     training = live_memory(training_report())
     assert training is not None
     assert training["runs"][0]["marks"][0][0] == "measured peak above model and optimizer state"
-
-
-def test_growth_of_a_process_is_no_peak_of_eager() -> None:
-    report = replace(sample_report(60, device="cpu"), memory=Memory(5000))
-    found = live_memory(report)
-    assert found is not None
-    assert found["runs"][0]["marks"] == []
-
-
-def test_parameters_and_inputs_are_apart() -> None:
-    found = live_memory(sample_report(60))
-    assert found is not None
-    assert [name for name, _ in found["fixed"]][:1] == ["Parameters"]
-    assert found["runs"][0]["total"] == 60 * 1024
 
 
 def test_what_an_optimizer_keeps_is_no_buffer_of_the_model() -> None:
@@ -169,20 +136,24 @@ def test_nothing_is_known_of_a_profile_and_little_of_a_plan() -> None:
     assert [run["marks"] for run in found["runs"]] == [[], []]
 
 
-@pytest.mark.parametrize("width", [60, 100])
-@pytest.mark.parametrize("case", ["hostile", "training", "wide"])
-def test_text_is_as_wide_as_asked_for(case: str, width: int) -> None:
-    text = live_text(RENDERED[case](), width)
-    assert 0.8 * width < max(map(len, text.splitlines())) <= width
+def test_memory_says_what_reuse_saved():
+    report = sample_report(60)
+    single, nimble = memory(report)["engines"]
+    assert nimble["label"] == "nimble replay"
+    assert [nimble[key] for key in ("arena", "unshared", "saved", "workspaces", "held")] == [
+        "46.0 MiB", "160 MiB", "114 MiB (71.2%)", "64.0 MiB", "164 MiB",
+    ]  # fmt: skip
+    assert not single["chosen"]
+    assert ("Held by nimble replay", "164 MiB") in memory(old_report())["facts"]
+    assert memory(old_report())["engines"] == []
+    assert memory(CASES["host"]()) is None
+    none = replace(report, memory=Memory(planned=(EngineMemory("nimble", 512, 500, 0),)))
+    assert memory(none)["engines"][0]["saved"] == "nothing"
 
 
 @pytest.mark.parametrize("case", RENDERED)
-def test_text_names_the_peak_and_what_holds_it(case: str) -> None:
-    report = RENDERED[case]()
-    found, text = live_memory(report), " ".join(live_text(report).split())
-    if found is not None:
-        assert found["runs"][0]["peak_text"] in text
-        holders = found["runs"][0]["holders"]
-        assert text.count("last used by") + text.count("kept to the end, an output") >= len(holders)
-        assert all(("kept to the end" in row["text"]) == row["output"] for row in holders)
+def test_text_is_as_wide_as_asked_for_and_harmless(case: str) -> None:
+    text = live_text(RENDERED[case](), 60)
+    assert max(map(len, text.splitlines())) <= 60
     assert "\x1b" not in text
+    assert ("live at most" in text) == (live_memory(RENDERED[case]()) is not None)

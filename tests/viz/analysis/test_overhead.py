@@ -10,7 +10,6 @@ from nimble_viz.analysis.timeline import timelines
 from tests.support.sample_reports import (
     CASES,
     sample_report,
-    training_report,
 )
 
 
@@ -27,10 +26,3 @@ def test_nothing_profiled_is_none():
     assert overhead(report) is None
     assert host_syncs(report) is None
     assert timelines(report) == []
-
-
-def test_overhead_inside_the_phases_is_told_apart_from_that_of_calls():
-    facts = dict(overhead(training_report())["facts"])
-    assert facts["Framework overhead"] != facts["Overhead inside the phases"]
-    assert facts["Overhead inside the phases"].endswith(", calls or not")
-    assert "Overhead inside the phases" not in dict(overhead(sample_report(60))["facts"])

@@ -12,7 +12,6 @@ from nimble_viz.analysis.payload import Kept, pack, unpack, view_data
 from tests.support.sample_reports import (
     CASES,
     RENDERED,
-    fused_report,
 )
 
 
@@ -42,26 +41,3 @@ def test_pack_is_undone_by_unpack(column):
     packed = json.loads(json.dumps([pack(column, kept), pack(column[:-1], kept), pack(column, kept)]))
     data = {"strings": list(kept.strings), "columns": json.loads(json.dumps(kept.columns))}
     assert [unpack(one, data) for one in packed] == [column, column[:-1], column]
-
-
-def test_a_long_column_is_packed_once():
-    kept = Kept()
-    column = [f"call {k % 70}" for k in range(100)]
-    assert pack(column, kept) == pack(list(column), kept) == {"r": 0}
-    assert len(kept.columns) == 1
-
-
-def test_the_page_knows_what_each_call_stands_for():
-    report = fused_report()
-    data = json.loads(json.dumps(view_data(report)))
-    flat = unpack(data["calls"]["for"], data)
-    for call, count in zip(report.program.calls, unpack(data["calls"]["stands"], data), strict=True):
-        assert tuple(flat[:count]) == call.eager
-        del flat[:count]
-    assert flat == []
-    assert unpack(data["eager"]["operator"], data) == [call.operator for call in report.eager.calls]
-
-
-def test_a_thousand_fused_calls_stay_small():
-    data = view_data(CASES["fused thousand"]())
-    assert len(json.dumps(data, separators=(",", ":"))) < 500 * 1_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nimble_core.ir.measurement import summarize
-from nimble_viz.analysis.peers import best_peers, peers
+from nimble_viz.analysis.peers import peers
 from nimble_viz.analysis.summary import summary, verdict
 from nimble_viz.report.data import PeerResult
 from tests.support.sample_reports import (
@@ -34,25 +34,6 @@ def test_peers_win_lose_tie_differ_or_are_absent():
     assert "no difference from compile (1.0" in verdict(even)
     assert peers(sample_report(60), "nimble") == []
     assert peers(report, "")[0]["outcome"] == "nothing of ours to compare with"
-
-
-def test_the_verdict_is_about_the_fastest_peer_that_is_right():
-    report = fused_report()
-    assert best_peers(report) == ["compile"]
-    alone = replace(report, peers=(PeerResult("compile:reduce-overhead", 31.0),))
-    assert best_peers(alone) == ["compile:reduce-overhead"]
-    assert "the fastest peer" not in verdict(alone)
-    assert best_peers(replace(report, peers=(PeerResult("tensorrt", note="absent"),))) == []
-    assert best_peers(sample_report(60)) == []
-
-
-def test_no_peer_is_called_the_fastest_that_others_are_as_fast_as():
-    report = fused_report()
-    twin = replace(report.measurement("compile"), name="torchscript")
-    others = tuple(taken for taken in report.measurements if taken.name != "torchscript")
-    told = verdict(replace(report, measurements=(*others, twin)))
-    assert "), one of the fastest peers, at " in told
-    assert "the fastest peer, " not in told
 
 
 def test_a_peer_that_was_not_shown_to_be_right_is_named_with_that():

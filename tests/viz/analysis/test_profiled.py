@@ -66,12 +66,6 @@ def test_without_a_gpu_the_rest_is_split_as_under_the_profiler(report: Report) -
     assert [row["ns"] for row in found["rows"]] == [100_000, 300_000, 100_000]
 
 
-def test_only_profiles_have_one() -> None:
-    assert profiled(sample_report(5)) is None
-    assert profiled_verdict(sample_report(5)) == ""
-    assert summary(sample_report(5))["profiled"] is None
-
-
 def test_it_says_what_is_absent_and_why(report: Report) -> None:
     tables = summary(report)
     assert (tables["plans"], tables["checks"], tables["limit"], tables["planned"]) == ([], [], None, False)
@@ -114,10 +108,6 @@ def test_every_grouping_adds_up_to_the_same(made) -> None:
         assert [row["overhead"] for row in rows] == sorted((row["overhead"] for row in rows), reverse=True)
 
 
-def test_nothing_profiled_has_no_groups() -> None:
-    assert grouped(sample_report(5, overhead=False), "operator") == []
-
-
 def test_causes_of_an_idle_device_add_up(report: Report) -> None:
     assert report.overhead is not None
     assert idle_causes(report.overhead) == [
@@ -126,10 +116,7 @@ def test_causes_of_an_idle_device_add_up(report: Report) -> None:
         ("Idle: dependency, queued behind others", "0 ns, 0.0%"),
     ]
     assert idle_causes(replace(report.overhead, idle=None)) == []
-    facts = dict(overhead(report)["facts"])
-    assert (facts["Waits for the device"], facts["Waits for the data loader"]) == ("70.0 µs", "200 µs")
-    assert facts["Unattributed"] == "300 µs, 30.0%"
-    assert facts["Same run unprofiled"] == "not timed"
+    assert dict(overhead(report)["facts"])["Unattributed"] == "300 µs, 30.0%"
 
 
 def test_an_optimizer_whose_calls_eager_did_not_make_has_one_row() -> None:
@@ -138,9 +125,6 @@ def test_an_optimizer_whose_calls_eager_did_not_make_has_one_row() -> None:
     (row,) = (one for one in grouped(report, "operator") if one["whole"])
     assert (row["name"], row["calls"]) == (name, 2)
     assert row["overhead"] == report.overhead.calls[-1].overhead_ns
-    modules = {one["name"]: one for one in grouped(report, "module")}
-    assert modules["(the optimizer)"]["overhead"] == row["overhead"]
-    assert "c1" not in modules
     trees = {root.path: root for root in module_tree(report)}
     assert trees["(the optimizer)"].eager == list(report.overhead.shared)
     assert overhead(report)["shared"] == {"name": name, "calls": list(report.overhead.shared)}
@@ -164,5 +148,3 @@ def test_a_phase_inside_fused_calls_of_others_is_told_so() -> None:
     assert (rows["loss"]["calls"], rows["loss"]["inside"]) == (0, f"inside 1 call of {lost.phase}")
     assert (rows["loss"]["cost"], rows["loss"]["path"], rows["loss"]["share"]) == ("", "", "")
     assert {row["inside"] for name, row in rows.items() if name != "loss"} == {""}
-    assert f"loss: inside 1 call of {lost.phase}, fused with theirs" in plain_text(report, 140)
-    assert all(row["inside"] == "" for row in phases(training_report())["rows"])

@@ -7,15 +7,12 @@ from dataclasses import replace
 import pytest
 
 from nimble_core.ir.costs import uniform_costs
-from nimble_core.ir.program import Access, Call, Origin, TensorRef
-from nimble_viz.analysis.dag_boxes import components
-from nimble_viz.analysis.payload import view_data
+from nimble_core.ir.program import Access, Call, TensorRef
 from nimble_viz.analysis.provenance import (
     became,
     fused_calls,
     is_layout_copy,
     module_of,
-    modules_of,
     nesting_modules,
     provenance,
 )
@@ -24,11 +21,6 @@ from tests.support.sample_reports import (
     fused_report,
     sample_report,
 )
-
-
-def _call(operator, *origins, eager=()):
-    made = tuple(Origin(f"aten.{name}.default", module) for name, module in origins)
-    return Call(0, operator, (), (), origins=made, eager=eager)
 
 
 def test_every_eager_call_knows_what_it_became_and_back():
@@ -88,22 +80,6 @@ def test_layout_copies_are_counted_apart_from_what_nobody_explains():
     assert [row["kernel"] for row in rows if row["eager"] == "layout copy"] == ["triton_poi_fused_clone_0"]
 
 
-def test_nothing_fused_needs_no_provenance():
-    report = sample_report(60)
-    assert provenance(report) is None
-    assert fused_calls(report, 5) == []
-    assert became(report) == tuple((index,) for index in range(60))
-    assert view_data(report)["eager"] is None
-
-
-def test_fused_calls_are_listed_with_operators_modules_and_lines():
-    first = fused_calls(fused_report(), 3)[0]
-    assert first["label"] == "gelu+layer_norm"
-    assert first["kernel"].startswith("triton_per_fused_gelu_native_layer_norm")
-    assert first["source"] == "sample_net/modeling.py:31, 32"
-    assert first["eager"].startswith("eager ")
-
-
 def test_an_unmapped_call_does_not_tear_its_module_apart():
     report = fused_report()
     calls = list(report.program.calls)
@@ -112,10 +88,3 @@ def test_an_unmapped_call_does_not_tear_its_module_apart():
     assert nesting_modules(torn)[3] == "encoder.layer.0"
     assert nesting_modules(torn)[0] == module_of(calls[1])
     assert nesting_modules(sample_report(60)) == [call.module for call in sample_report(60).program.calls]
-
-
-def test_a_call_of_several_blocks_says_which():
-    fused = _call("triton_poi_fused_add_3", ("add", "cells.3.lefts.0"), ("relu", "cells.4.before"), eager=(1, 2))
-    assert modules_of(fused) == "cells.3–4"
-    assert module_of(fused) == "cells"
-    assert components(modules_of(fused)) == ("cells.3–4",)

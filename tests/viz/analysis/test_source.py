@@ -11,17 +11,14 @@ import pytest
 from nimble_core.ir.costs import uniform_costs
 from nimble_core.ir.program import Origin
 from nimble_viz.analysis.labels import visible
-from nimble_viz.analysis.source import FIGURES, hottest, replay_times, source, source_text
+from nimble_viz.analysis.source import hottest, replay_times, source, source_text
 from nimble_viz.render.report import Report
-from nimble_viz.report.data import HostSync, SourceLines
+from nimble_viz.report.data import HostSync
 from tests.support.sample_reports import (
     HOSTILE,
     RENDERED,
     fused_report,
-    old_report,
-    plan_report,
     sample_report,
-    training_report,
 )
 
 
@@ -99,16 +96,6 @@ def test_a_fused_call_is_shared_out_by_gpu_time() -> None:
     assert spent == pytest.approx([0.75 * times[0][call.index], 0.25 * times[0][call.index]], abs=1)
 
 
-def test_backward_calls_stand_in_their_own_columns() -> None:
-    report = training_report()
-    found = shown(report)
-    assert found["sides"] == ("forward", "backward")
-    backward = sum(call.phase == "backward" for call in report.eager_calls)
-    assert (found["totals"]["calls_backward"], found["totals"]["calls"]) == (backward, 60 - backward)
-    assert shown(sample_report(60))["sides"] == ("forward",)
-    assert "calls_backward" not in shown(sample_report(60))["totals"]
-
-
 def test_host_waits_stand_on_their_line_after_it_or_nowhere() -> None:
     report = sample_report(60)
     assert report.overhead is not None
@@ -125,13 +112,6 @@ def test_host_waits_stand_on_their_line_after_it_or_nowhere() -> None:
     assert found["elsewhere"]["waits"] + found["elsewhere"]["after"] == 15
 
 
-def test_planned_waits_are_those_of_the_chosen_plan() -> None:
-    for report in (sample_report(60), fused_report()):
-        plan = report.schedule(report.chosen)
-        assert plan is not None
-        assert shown(report)["totals"]["planned"] == len(plan.syncs) > 0
-
-
 def test_lines_stand_beside_their_text() -> None:
     found = shown(sample_report(60))
     (block,) = [one for one in found["functions"] if one["text"]]
@@ -141,45 +121,6 @@ def test_lines_stand_beside_their_text() -> None:
     assert best[0]["value"] >= best[1]["value"]
     assert best[0]["text"].startswith("b")
     assert 0 < best[0]["share"] < 1
-
-
-def test_functions_and_groups_with_most_time_come_first() -> None:
-    report = sample_report(60)
-    slow = replace(report.sources[0], file="slow.py", name="Slow.forward", first=1)
-    calls = tuple(
-        replace(call, origins=(replace(call.origins[0], file="slow.py", line=3),)) if call.index % 3 else call
-        for call in report.program.calls
-    )
-    found = shown(replace(report, program=replace(report.program, calls=calls), sources=(*report.sources, slow)))
-    assert [one["group"] for one in found["functions"]][:2] == ["Slow", "Block"]
-
-
-def test_a_report_without_code_shows_figures_by_file() -> None:
-    found = shown(old_report())
-    block = found["functions"][0]
-    assert (block["file"], block["text"], block["note"]) == (
-        "sample_net/modeling.py",
-        [],
-        "this report carries no code",
-    )
-    assert both(found, "calls") == 60
-    assert "30" in source_text(old_report())
-
-
-def test_a_line_outside_of_the_kept_text_says_why() -> None:
-    report = sample_report(60)
-    left = SourceLines("sample_net/modeling.py", 18, "Block.forward", (), "left out: too long")
-    found = shown(replace(report, sources=(left,)))
-    assert found["functions"][0]["note"] == "left out: too long"
-    assert any("1 function without text" in note for note in found["notes"])
-
-
-def test_a_plan_has_calls_by_line_and_no_times() -> None:
-    found = shown(plan_report())
-    assert found["figures"] == []
-    assert found["heat"] == "calls"
-    assert all(found["totals"][name] == 0 for name in FIGURES)
-    assert "calls: shares are of all calls" in source_text(plan_report())
 
 
 def test_without_a_watched_replay_calls_count_alone() -> None:
@@ -203,10 +144,3 @@ def test_the_text_shows_code_times_and_waits() -> None:
     assert "µs" in line
     assert HOSTILE.split("\u2028")[0] not in text
     assert "…" in text
-
-
-def test_code_that_hides_its_order_is_shown_as_it_is() -> None:
-    report = sample_report(60)
-    trojan = replace(report.sources[0], lines=("def f():", "    x = '\u202e'; \x1b[2J"))
-    found = shown(replace(report, sources=(trojan,)))
-    assert all("\u202e" not in line and "\x1b" not in line for one in found["functions"] for line in one["text"])

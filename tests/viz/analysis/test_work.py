@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 
 from nimble_core.ir.program import Access, Call, TensorRef
-from nimble_viz.analysis.payload import unpack, view_data
 from nimble_viz.analysis.work import call_bytes, call_work, launches, work
-from tests.support.sample_reports import CASES, fused_report, sample_report
+from tests.support.sample_reports import CASES, sample_report
 from tests.support.strategies import windows
 
 
@@ -40,14 +39,6 @@ def test_a_lookup_reads_the_rows_that_it_writes() -> None:
     assert call_bytes(found) == (8 * 64 * 4 + 8 * 8, 8 * 64 * 4)
 
 
-def test_rates_are_at_isolated_costs() -> None:
-    report = sample_report(6)
-    for row, ns in zip(call_work(report), report.costs.ns, strict=True):
-        assert row.flops is not None
-        assert row.gflops == pytest.approx(row.flops / ns)
-        assert row.gbytes == pytest.approx(row.nbytes / ns)
-
-
 def test_launches_of_a_gpu_that_is_known() -> None:
     report = sample_report(6)
     found = launches(report)[0]
@@ -67,12 +58,3 @@ def test_nothing_is_said_of_what_is_not_known() -> None:
     assert call_work(CASES["empty"]()) == []
     columns = work(replace(sample_report(6, device="cpu"), work=None))
     assert {columns[name][0] for name in ("flops", "fill", "waves", "occupancy")} == {-1}
-
-
-def test_the_page_gets_them_by_call() -> None:
-    report = fused_report(20)
-    data = view_data(report)
-    flops = unpack(data["work"]["flops"], data)
-    assert len(flops) == len(report.program.calls)
-    assert flops[0] == -1  # stands for no eager call
-    assert flops[1] > 0

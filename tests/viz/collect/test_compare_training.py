@@ -15,8 +15,8 @@ from torch import nn
 
 from nimble_core.ir.program import Phase
 from nimble_core.utils.errors import InputError
-from nimble_viz.analysis.dag_boxes import nest
-from nimble_viz.analysis.memory import memory
+from nimble_viz.analysis.dag_layout import nest
+from nimble_viz.analysis.live_memory import memory
 from nimble_viz.analysis.phases import PHASES, phase_syncs, phases
 from nimble_viz.analysis.summary import verdict
 from nimble_viz.collect.compare import compare

@@ -9,11 +9,8 @@ import pytest
 
 from nimble_core.utils.errors import InputError
 from nimble_viz.cli.command import main
-from nimble_viz.export.chrome import chrome_json
 from nimble_viz.export.formats import format_of
-from nimble_viz.export.perfetto import perfetto_bytes
 from nimble_viz.export.tables import KINDS, make_table, to_csv
-from nimble_viz.export.trace import make_trace
 from tests.support.sample_reports import sample_report
 
 REPORT = sample_report(20)
@@ -37,17 +34,6 @@ def test_suffixes(tmp_path: Path) -> None:
     assert format_of(tmp_path / "v1.2") == "csv"
     with pytest.raises(InputError, match="no format has this suffix"):
         format_of(Path("a.txt"))
-
-
-def test_chrome(tmp_path: Path) -> None:
-    path = REPORT.export(tmp_path / "run.json")
-    assert path.read_text(encoding="utf-8") == chrome_json(make_trace(REPORT))
-
-
-@pytest.mark.parametrize("name", ["run.pftrace", "run.perfetto-trace"])
-def test_perfetto(tmp_path: Path, name: str) -> None:
-    pytest.importorskip("perfetto", reason="needs the package perfetto (extra export)")
-    assert REPORT.export(tmp_path / name).read_bytes() == perfetto_bytes(make_trace(REPORT))
 
 
 def test_tables(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 
 from nimble_core.utils.errors import InputError
 from nimble_viz.export.tables import KINDS, Column, Table, make_table, no_formula, to_csv, write_tables
-from nimble_viz.render.report import Report
 from tests.support.sample_reports import CASES, HOSTILE, fused_report, sample_report, training_report
 
 REPORTS = {**CASES, "fused": fused_report, "training": training_report}
@@ -76,34 +74,6 @@ def test_calls_hold_cost_place_and_provenance() -> None:
     assert [row["call"] for row in rows if row["critical"]] == sorted(report.critical_path)
 
 
-@pytest.mark.parametrize(
-    ("kind", "count"),
-    [
-        ("calls", lambda r: len(r.program.calls)),
-        ("kernels", lambda r: len(r.costs.kernels)),
-        ("spans", lambda r: sum(len(line.spans) for line in r.timelines)),
-        ("syncs", lambda r: sum(len(plan.syncs) for plan in r.schedules)),
-        ("host_syncs", lambda r: len(r.overhead.host_syncs)),
-        ("schedules", lambda r: len(r.schedules)),
-        ("candidates", lambda r: len(r.candidates)),
-        ("measurements", lambda r: len(r.measurements)),
-        ("samples", lambda r: sum(len(taken.samples_ns) for taken in r.measurements)),
-        ("peers", lambda r: len(r.peers)),
-        ("overhead", lambda r: len(r.overhead.calls)),
-        ("phases", lambda r: len(r.overhead.phases)),
-    ],
-)
-def test_every_row_is_there(kind: str, count: Any) -> None:
-    for report in (sample_report(60), fused_report(), training_report()):
-        assert len(make_table(report, kind).rows) == count(report)
-
-
-def test_overhead_counts_in_eager_calls() -> None:
-    report = fused_report(60)
-    operators = dict(zip(*(column.cells for column in make_table(report, "overhead").columns[:2]), strict=True))
-    assert operators == {call.index: call.operator for call in report.eager_calls}
-
-
 def test_an_unmeasured_plan_has_missing_values() -> None:
     report = sample_report(20)
     unknown = replace(report, costs=replace(report.costs, spread_ns=(), demand=()), chosen="")
@@ -143,16 +113,6 @@ def test_without_pandas_the_error_says_what_to_install(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(InputError, match=r"nimble-viz\[export\]"):
         sample_report(4).to_dataframe("calls")
-
-
-def test_the_type_check_can_fail() -> None:
-    table = Table("calls", (Column("ns", float, (math.pi, 2.0)),))
-    assert read_csv(table) != [(3.14,), (2.0,)]
-
-
-def test_empty_reports_have_typed_columns() -> None:
-    report: Report = sample_report(0)
-    assert all(column.cells == () for column in make_table(report, "calls").columns)
 
 
 @pytest.mark.parametrize("start", ["=", "@", "+", "-", "\t", "\r"])

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nimble_core.ir.timeline import Lane, Span, Timeline
-from nimble_core.utils.units import format_ns
 from nimble_viz.export.trace import Slice, Trace, edges_in_time, make_trace
 from nimble_viz.render.report import Report
 from tests.support.sample_reports import CASES, fused_report, sample_report, training_report
@@ -120,15 +119,6 @@ def test_the_check_can_fail() -> None:
     assert [track.name for track in trace.tracks] == ["run", "stream 0", "stream 0 (2)"]
 
 
-def test_host_threads_nest() -> None:
-    spans = (Span(0, 0, 9, None, "outer"), Span(0, 4, 6, 1, "inner"), Span(0, 8, 12, 2, "across"))
-    trace = check(replace(BASE, timelines=(Timeline("eager", "measured", "drawn", (Lane("host", "host"),), spans),)))
-    rows = defaultdict(list)
-    for one in lanes_of(trace, 0):
-        rows[trace.tracks[one.track].name].append(one.name)
-    assert rows == {"host": ["outer", "inner"], "host (2)": ["across"]}
-
-
 def test_waits_of_the_schedule_are_flows() -> None:
     report = sample_report(60)
     trace = check(report)
@@ -180,41 +170,3 @@ def test_arguments_name_the_call() -> None:
     }
     eager = {dict(one.arguments)["call"] for one in lanes_of(trace, 0)}
     assert eager == set(range(60)), "the eager run counts in eager calls"
-
-
-def test_a_run_says_how_it_was_measured() -> None:
-    report = sample_report(12)
-    for process, line in zip(make_trace(report).processes, report.timelines, strict=True):
-        told = dict(process.arguments)
-        assert told["clock"] == line.clock
-        assert told["profiled_ns"] == round(line.profiled_ns)
-        assert told["unprofiled_ns"] == round(line.unprofiled_ns)
-        assert told["profiled_over_unprofiled"] == round(line.profiled_ns / line.unprofiled_ns, 3)
-        assert told["reliable"] is True
-        assert f"{line.source}, {line.clock}" in process.labels
-        assert f"profiled {format_ns(line.profiled_ns)}" in process.labels
-        assert f"unprofiled {format_ns(line.unprofiled_ns)}" in process.labels
-        assert told["distorted"] is ("DISTORTED by the profiler" in process.labels) is (line.run == "eager")
-
-
-def test_an_unreliable_run_says_so() -> None:
-    report = sample_report(12)
-    doubted = replace(report.timelines[1], reliable=False, unprofiled_ns=0.0, note="3 kernels missing")
-    (process,) = make_trace(replace(report, timelines=(doubted,))).processes
-    assert process.labels[-2:] == ("UNRELIABLE", "3 kernels missing")
-    assert dict(process.arguments)["reliable"] is False
-    assert "profiled_over_unprofiled" not in dict(process.arguments)
-
-
-def test_phases_of_a_step_have_a_row() -> None:
-    report = training_report(60)
-    trace = check(report)
-    row = next(index for index, track in enumerate(trace.tracks) if track.name == "phases")
-    assert report.overhead is not None
-    assert [one.name for one in trace.slices if one.track == row] == [one.phase for one in report.overhead.phases]
-    assert {one.category for one in lanes_of(trace, 1)} == {"forward", "loss", "backward", "optimizer"}
-
-
-def test_without_timelines_there_is_nothing() -> None:
-    trace = make_trace(sample_report(12, timelines=False))
-    assert (trace.processes, trace.tracks, trace.slices, trace.flows) == ((), (), (), ())
