@@ -27,23 +27,6 @@ def close(a: Any, b: Any) -> None:
     torch.testing.assert_close(flatten(a)[0], flatten(b)[0], rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
-@pytest.mark.parametrize("fuse", ["none", "library"])
-def test_what_is_written_where_a_mask_is_true(fuse: Any) -> None:
-    """On the host nobody waits to count the places."""
-
-    def model(x: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        zeroed, given = x.clone(), x * 1
-        zeroed[x > 0] = 0.0
-        given[given < -1] = value
-        given[:, :2][x[:, :2] > 1] = 3
-        return zeroed.sum(1), given
-
-    net = Nimble(model, Options(tune="off", fuse=fuse)).prepare(torch.randn(4, 4), torch.ones(()))
-    for _ in range(5):
-        inputs = torch.randn(4, 4), torch.randn(())
-        close(net(*inputs), model(*inputs))
-
-
 class _NumbersWhereTrue(nn.Module):
     """Writes numbers where masks are true, which counts no places on a GPU, either."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from typing import Any
 
@@ -49,25 +48,6 @@ def test_the_measured_choice_equals_eager() -> None:
     assert "single" in {one.name for one in engine.candidates}
     close(net(x + 1), model(x + 1))
     assert "prepared: args[0]" in repr(net)
-    net.close()
-
-
-def test_nothing_is_collected_while_eagers_calls_are_planned() -> None:
-    seen: list[bool] = []
-
-    def policy(*args: Any, **kwargs: Any) -> Any:
-        seen.append(gc.isenabled())
-        if len(seen) > 1:
-            raise KeyError("the policy's own")
-        return POLICIES["nimble"](*args, **kwargs)
-
-    net = Nimble(Wide(), Options(fuse="none", policy=policy, tune="off"))
-    net.prepare(torch.randn(2, 16))
-    assert gc.isenabled()
-    with pytest.raises(KeyError):
-        net.prepare(torch.randn(4, 16))
-    assert seen == [False, False]
-    assert gc.isenabled()
     net.close()
 
 

@@ -45,43 +45,6 @@ __all__ = ["one_thread"]  # a fixture
 QUICK = Options(tune="off", policy="single")
 
 
-@settings(max_examples=10)
-@given(st.lists(st.sampled_from(["step", "eager", "lr", "load", "load weights", "evaluate"]), min_size=3, max_size=9))
-def test_anything_may_happen_between_steps(actions: list[str]) -> None:
-    """Eager steps, schedulers, checkpoints and evaluation in between: always what eager alone would have done."""
-    given, step, eager = both("resnet")
-    early = copy.deepcopy((given.model.state_dict(), step.optimizer.state_dict()))
-    for action in [*actions, "step"]:
-        inputs, targets = given.draw()
-        if action == "step":
-            assert_values(step(inputs, targets), eager(inputs, targets))
-        elif action == "eager":
-            step.optimizer.zero_grad()
-            given.loss_fn(given.model(inputs), targets).backward()
-            step.optimizer.step()
-            step.optimizer.zero_grad()
-            eager(inputs, targets)
-        elif action == "lr":
-            for optimizer in (step.optimizer, eager.optimizer):
-                optimizer.param_groups[0]["lr"] *= 0.7
-        elif action == "evaluate":
-            for model in (given.model, eager.model):
-                model.eval()
-            with torch.no_grad():
-                assert_values(given.model(inputs), eager.model(inputs))
-            for model in (given.model, eager.model):
-                model.train()
-        else:
-            weights, kept = copy.deepcopy(early)
-            for model, optimizer in ((given.model, step.optimizer), (eager.model, eager.optimizer)):
-                model.load_state_dict(weights)
-                if action == "load":
-                    optimizer.load_state_dict(copy.deepcopy(kept))
-            early = copy.deepcopy((eager.model.state_dict(), eager.optimizer.state_dict()))
-        assert_same(state_of(given.model, step.optimizer), state_of(eager.model, eager.optimizer))
-    step.close()
-
-
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
 def test_a_checkpoint_resumes_in_a_new_step_and_in_eager(optimizer: str) -> None:
     rtol = ROUNDED if optimizer == "adamw" else 0.0
@@ -202,17 +165,6 @@ def test_a_step_is_replayed_though_another_one_trains_more(monkeypatch: pytest.M
     step({"x": x, "head": "b"}, y)
     assert len(eager) == 2
     assert len(mine.state) == 6
-    step.close()
-
-
-def test_two_shapes_may_be_prepared() -> None:
-    given, step, eager = both("resnet")
-    inputs, targets = given.draw()
-    step.prepare(inputs[:2], targets[:2])
-    for size in (4, 2, 4, 2):
-        inputs, targets = given.draw()
-        assert_values(step(inputs[:size], targets[:size]), eager(inputs[:size], targets[:size]))
-    assert_same(state_of(given.model, step.optimizer), state_of(eager.model, eager.optimizer))
     step.close()
 
 

@@ -70,16 +70,6 @@ def test_a_plan_is_followed_and_trains_as_eager(plan: Plan) -> None:
     step.close()
 
 
-def test_the_plan_of_an_optimizer_amid_training_is_that_of_a_fresh_one(plan: Plan) -> None:
-    given = made("resnet")
-    step = stepping(given)
-    given.loss_fn(given.model(given.draw()[0]), given.draw()[1]).backward()
-    step.optimizer.step()
-    step.prepare(*given.draw(), plan=plan)
-    assert step.engine is not None
-    assert step.engine.plan == plan
-
-
 def _other_model(given: Problem) -> TrainStep:
     given.model.head = nn.Linear(8, 10, bias=False)
     return stepping(given)

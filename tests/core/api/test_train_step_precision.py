@@ -54,35 +54,6 @@ def test_float64_is_trained_with_the_rates_of_eager(name: str) -> None:
     step.close()
 
 
-@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.RAdam, torch.optim.ASGD, torch.optim.Adamax])
-def test_float64_is_trained_as_closely_as_the_counters_of_steps(kind: type[torch.optim.Optimizer]) -> None:
-    """Capturable forms compute corrections of moments in the type of their counters: that of torch's default."""
-
-    def difference(default: torch.dtype) -> float:
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(default)
-        try:
-            torch.manual_seed(0)
-            model = nn.Linear(8, 4, dtype=torch.float64)
-            other = copy.deepcopy(model)
-            optimizers = [kind(one.parameters()) for one in (model, other)]
-            step = TrainStep(model, lambda output: output.square().mean(), optimizers[0], options=QUICK)
-            x = torch.randn(3, 8, dtype=torch.float64)
-            step.prepare(x)
-            for _ in range(6):
-                optimizers[1].zero_grad()
-                other(x).square().mean().backward()
-                optimizers[1].step()
-                step(x)
-            step.close()
-        finally:
-            torch.set_default_dtype(before)
-        pairs = zip(model.parameters(), other.parameters(), strict=True)
-        return max(float((a - b).detach().abs().max()) for a, b in pairs)
-
-    assert difference(torch.float64) < 1e-14 < difference(torch.float32) < 1e-5
-
-
 @pytest.mark.parametrize("name", ["mlp", "resnet", "transformer"])
 def test_autocast_equals_eager(name: str) -> None:
     given, step, eager = both(name, autocast=torch.bfloat16)

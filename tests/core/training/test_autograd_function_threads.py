@@ -23,41 +23,6 @@ from tests.support.training_steps import one_thread
 __all__ = ["one_thread"]  # fixtures
 
 
-@pytest.mark.parametrize("adding", [False, True], ids=["grad", "backward for some"])
-def test_threads_search_one_graph(adding: bool) -> None:
-    """Each thread gets eager's gradients of what it asks for, again and again, on one forward."""
-    net, eager = pair(perceptron(), torch.randn(6, 8))
-    x = torch.randn(6, 8)
-    names = [name for name, _ in net.named_parameters()]
-    expected = dict(zip(names, torch.autograd.grad(eager(x).sin().sum(), list(eager.parameters())), strict=True))
-    loss = net(x).sin().sum()
-    failed: list[BaseException] = []
-    together = threading.Barrier(len(names))
-
-    def search(name: str) -> None:
-        try:
-            together.wait(60)
-            for _ in range(50):
-                if adding:
-                    loss.backward(inputs=[net.get_parameter(name)], retain_graph=True)
-                else:
-                    (found,) = torch.autograd.grad(loss, [net.get_parameter(name)], retain_graph=True)
-                    torch.testing.assert_close(found, expected[name])
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=search, args=(name,)) for name in names]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failed:
-        raise failed[0]
-    for name in names if adding else ():
-        torch.testing.assert_close(net.get_parameter(name).grad, 50 * expected[name])
-    net.close()
-
-
 class Overwriting:
     """A host executable whose inputs and outputs always are at the same place, as those of a captured graph."""
 

@@ -96,19 +96,6 @@ def test_rates_that_are_tensors() -> None:
         captured.sync()
 
 
-def test_rates_are_written_only_when_they_change() -> None:
-    mine, _ = twins(optim.SGD, {"lr": 0.1})
-    captured = CapturedOptimizer(mine, "cpu")
-    captured.sync()
-    versions = [rate._version for rate in captured.rates]
-    captured.sync()
-    assert [rate._version for rate in captured.rates] == versions
-    mine.param_groups[1]["lr"] = 0.7
-    captured.sync()
-    assert [rate._version - old for rate, old in zip(captured.rates, versions, strict=True)] == [0, 1]
-    assert captured.rates[1].item() == pytest.approx(0.7)
-
-
 # -- what a replay would miss ------------------------------------------------------------------------------------------
 
 
@@ -316,18 +303,6 @@ def test_the_first_step_puts_counters_where_replays_write_them() -> None:
     assert [entry["step"].item() for entry in mine.state.values()] == [3.0] * 4
     assert [one.item() for one in theirs] == [2.0] * 4
     assert [entry["step"].item() for entry in kept["state"].values()] == [3.0] * 4  # not copied: as in eager
-
-
-def test_state_made_in_eager_before_prepare_is_taken_over_not_copied() -> None:
-    model, mine = problem(steps=0)
-    step = TrainStep(model, cross_entropy, mine, options=QUICK)
-    eagerly(model, mine, *batch(0))
-    before = everything(mine)
-    step.prepare(*batch(0))
-    assert everything(mine) == before
-    held = {id(value) for entry in mine.state.values() for value in entry.values()}
-    step(*batch(0))
-    assert {id(value) for entry in mine.state.values() for value in entry.values()} == held
 
 
 @pytest.mark.gpu

@@ -75,14 +75,6 @@ def test_any_outputs_may_be_used_and_gradients_add_up(
     net.close()
 
 
-@pytest.mark.filterwarnings("ignore:no gradient came for output:nimble_core.utils.errors.NimbleWarning")
-def test_what_only_unused_outputs_depend_on_gets_no_gradient() -> None:
-    net, _ = pair(Nested(), torch.randn(6, 8))
-    net(torch.randn(6, 8)).logits.sum().backward()
-    assert net.a.weight.grad is not None
-    assert net.b.weight.grad is None
-
-
 class Poles(nn.Module):
     """Outputs whose derivatives are infinite where the forward is not, and where it is."""
 

@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 
-from nimble_core.scheduling.options import Options
 from nimble_core.training.optimizer import CapturedOptimizer
 from nimble_core.training.whole_step import WholeStep
 from tests.support.training_problems import (
@@ -21,8 +20,6 @@ from tests.support.training_steps import (
 )
 
 __all__ = ["one_thread"]  # a fixture
-
-QUICK = Options(tune="off", policy="single")
 
 
 ORDER = ["forward", "loss", "backward", "optimizer"]
@@ -50,22 +47,6 @@ def test_phases_come_in_order_and_backward_calls_say_where_they_come_from(name: 
             # Where the backward starts there is no node of autograd yet.
             assert known or call.operator == "aten.ones_like.default"
     assert named > 0.7 * sum(call.phase == "backward" for call in calls)
-    step.close()
-
-
-def test_a_convolutions_backward_is_its_modules() -> None:
-    given, step, _ = both("resnet")
-    assert step.engine is not None
-    calls = step.engine.recorded.recording.program.calls
-    assert [call.module for call in calls if call.operator == "aten.convolution_backward.default"] == [
-        "second",
-        "first",
-    ]
-    assert [call.module for call in calls if call.operator == "aten.native_batch_norm_backward.default"] == [
-        "norm2",
-        "norm1",
-    ]
-    assert given.model.second is not None
     step.close()
 
 
