@@ -74,7 +74,7 @@ class CapturedOptimizer:
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device | str) -> None:
         self.device = torch.empty(0, device=device).device  # with its index
-        self._kind = require_stock(optimizer)
+        require_stock(optimizer)
         require_no_hooks(optimizer)
         self.optimizer = optimizer
         self._groups = tuple(groups_of(optimizer, self.device))
@@ -89,7 +89,7 @@ class CapturedOptimizer:
         self._layouts = tuple(map(layout_of, self.parameters))
         self._rates = LearningRates(optimizer, self.device)
         made = (
-            state_after_a_step(optimizer, self._kind, {**group.options, "lr": 1.0}, self.parameters[position])
+            state_after_a_step(optimizer, {**group.options, "lr": 1.0}, self.parameters[position])
             for group in self._groups
             for position in group.positions
         )
@@ -172,7 +172,7 @@ class CapturedOptimizer:
             members = [self.parameters[position] for position in group.positions if position in part]
             groups.append({**group.options, "lr": rate, "params": members})
         state = {self.parameters[position]: dict(self.state[position]) for position in part if self.state[position]}
-        run_step(self.optimizer, self._kind, groups, state, found_inf)
+        run_step(self.optimizer, groups, state, found_inf)
 
     def _require_layouts(self) -> None:
         for parameter, layout, place in zip(self.parameters, self._layouts, self._places, strict=True):

@@ -21,7 +21,6 @@ _patching = free_after_fork(threading.RLock())
 
 def run_step(
     optimizer: torch.optim.Optimizer,
-    kind: type[torch.optim.Optimizer],
     groups: Sequence[dict[str, Any]],
     state: Mapping[torch.Tensor, dict[str, torch.Tensor]],
     found_inf: torch.Tensor | None = None,
@@ -32,11 +31,11 @@ def run_step(
 
     Args:
         optimizer: the user's.
-        kind: the torch class whose step is run.
         groups: parameter groups of the shadow, whose parameters hold their gradients in ``.grad``.
         state: for parameters of these groups; its tensors are written in place.
         found_inf: one number on the device: 1 if this step is to be left out (fused forms only).
     """
+    kind = type(optimizer)
     shadow: torch.optim.Optimizer = object.__new__(kind)
     own = {
         "param_groups": [group for group in groups if group["params"]],
@@ -57,12 +56,12 @@ def run_step(
 
 
 def state_after_a_step(
-    optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer], group: Mapping[str, Any], like: torch.Tensor
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     """Return the state that a first step with zero gradients makes for a parameter like this one."""
     stand_in = like.detach().clone()
     stand_in.grad = torch.zeros_like(stand_in)
-    return dict(run_step(optimizer, kind, [{**group, "params": [stand_in]}], {}).get(stand_in, {}))
+    return dict(run_step(optimizer, [{**group, "params": [stand_in]}], {}).get(stand_in, {}))
 
 
 @contextmanager

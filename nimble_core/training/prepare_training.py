@@ -254,7 +254,7 @@ def _backward(
     whole, halves = joint.whole, joint.halves
     named = dict(whole.model.named_parameters())
     refs = joint.recorded.recording.program.outputs[: joint.outputs]
-    made = left.saved[: halves.saved_outputs]
+    made, shown = left.saved[: halves.saved_outputs], left.shown.values()
     return Backward(
         tuned=behind,
         plain=plain,
@@ -274,9 +274,8 @@ def _backward(
         if left.lender is not None
         else None,
         shown=left.shown,
-        guarded=tuple(at for at, one in left.shown.items() if any(share_bytes(one, other) for other in made)),
         repeated=_repeated(left.outputs),
-        read=_read(halves),
+        read=(*_read(halves), *(("an output", one) for one in shown if any(share_bytes(one, other) for other in made))),
     )
 
 

@@ -299,10 +299,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
-    return [one for one in model.parameters() if one.requires_grad]
-
-
 def twin(model: nn.Module) -> nn.Module:
     """Copy a module with its memory; that of cuDNN's recurrent layers in one piece, as in the original."""
     found = copy.deepcopy(model)

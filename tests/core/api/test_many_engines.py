@@ -18,11 +18,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, multipl
 from torch import nn
 
 from nimble_core import DeviceError, InputError, Nimble, Options
-from nimble_core.autotune.capture_pipeline import capture, device_for, schedule_by
-from nimble_core.ir.costs import uniform_costs
-from nimble_core.tracing.recorded import Stopwatch, record_static
-from nimble_core.tracing.signature import Signature
-from tests.support.engine_models import DEVICES, MODELS, OPTIONS, Branches, check, drawn, in_threads, made
+from tests.support.engine_models import DEVICES, MODELS, OPTIONS, check, drawn, in_threads, made
 
 
 class Engines(RuleBasedStateMachine):
@@ -190,27 +186,6 @@ def test_closing_waits_for_the_run_and_later_runs_are_refused(device: str) -> No
     assert ["closed" in what for what in refused] == [True, True]
     check(remaining, rest, drawn(device))
     remaining.close()
-
-
-WIDTH = 70
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_seventy_branches_on_as_many_streams(device: str) -> None:
-    torch.manual_seed(0)
-    model = Branches(WIDTH).to(device).eval()
-    signature = Signature([drawn(device)], {})
-    where = device_for(signature.device)
-    where.warm_up(model, signature.tensors, {})
-    recorded = record_static(where, model, signature, strict=True, step=Stopwatch())
-    schedule = schedule_by(recorded, "nimble", uniform_costs(recorded.graph.size), None)
-    assert schedule.streams == WIDTH
-    executable = capture(where, recorded, schedule)
-    for _ in range(5):
-        x = drawn(device)
-        with torch.no_grad():
-            torch.testing.assert_close(executable.run([x])[0], model(x))
-    executable.close()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -115,14 +115,6 @@ def test_outputs_that_alias_inputs_or_parameters_are_copies() -> None:
         net.close()
 
 
-def test_static_outputs() -> None:
-    model, x = Wide(), torch.randn(2, 16)
-    net = Nimble(model, Options(tune="off", outputs="static")).prepare(x)
-    close(net(x), model(x))
-    close(net(x + 1), model(x + 1))
-    net.close()
-
-
 def test_live_weights() -> None:
     model, x = Wide(), torch.randn(2, 16)
     net = Nimble(model, QUICK).prepare(x)
@@ -232,23 +224,6 @@ def test_numbers_in_an_output_that_follow_the_input_are_refused() -> None:
     with pytest.raises(NotStaticError, match=r"output\[1\].* is -?[0-9.e-]+, not ") as caught:
         Nimble(lambda x: (x, (x * 2).tolist()), QUICK).prepare(torch.randn(3))
     assert caught.value.where.startswith("output[1]")
-
-
-def test_hugging_face_outputs() -> None:
-    from transformers import BertConfig, BertModel
-
-    config = BertConfig(num_hidden_layers=2, hidden_size=16, num_attention_heads=2, intermediate_size=16, vocab_size=50)
-    model = BertModel(config).eval()
-    ids, mask = torch.randint(0, 50, (2, 6)), torch.ones(2, 6, dtype=torch.long)
-    mask[1, 4:] = 0
-    net = Nimble(model, QUICK).prepare(ids, attention_mask=mask)
-    other = torch.randint(0, 50, (2, 6))
-    out, expected = net(other, attention_mask=mask), model(other, attention_mask=mask)
-    assert type(out) is type(expected)
-    assert list(out.keys()) == list(expected.keys())
-    close(out.last_hidden_state, expected.last_hidden_state)
-    close(out[1], expected.to_tuple()[1])
-    net.close()
 
 
 @dataclass

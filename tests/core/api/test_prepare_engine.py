@@ -136,18 +136,6 @@ def test_preparing_leaves_everything_as_it_was() -> None:
         net.close()
 
 
-@pytest.mark.filterwarnings("ignore:.*quantiz.*", "ignore:.*TypedStorage.*", "ignore:.*torch.ao.*")
-def test_packed_weights_are_not_called_a_branch_on_data() -> None:
-    if torch.backends.quantized.engine == "none":
-        pytest.skip("no engine for quantized operators")
-    model = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 4)).eval(), {nn.Linear})
-    with pytest.raises(
-        CaptureError, match=r"takes an object of TorchScript \(W_prepack\)[\s\S]*leave that part"
-    ) as caught:
-        Nimble(model, QUICK).prepare(torch.randn(2, 4))
-    assert not isinstance(caught.value, NotStaticError)
-
-
 def test_a_lazy_module_is_refused_and_stays_lazy() -> None:
     model, x = torch.nn.LazyLinear(4), torch.randn(2, 3)
     with pytest.raises(InputError, match="weight is not initialised"):

@@ -223,29 +223,6 @@ def test_gradients_of_the_users_own_are_left_alone() -> None:
     step.close()
 
 
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_other_kernels_for_images_and_models_channels_last(layout: torch.memory_format) -> None:
-    """Gradients of 1x1 convolutions come in strides of the images: those of no matter still are eager's."""
-    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 4, 3, groups=4), nn.Flatten(), nn.Linear(36, 5))
-    model = model.double().to(memory_format=layout)
-
-    def draw() -> tuple[torch.Tensor, torch.Tensor]:
-        x = torch.randn(2, 3, 5, 5, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
-        return x, torch.randint(0, 5, (2,))
-
-    given = Problem(model, F.cross_entropy, draw)
-    eager = Eager(given, OPTIMIZERS["momentum"])
-    options = Options(fuse="library", tune="off", policy="single")
-    step = TrainStep(model, F.cross_entropy, OPTIMIZERS["momentum"](model.parameters()), options=options).prepare(
-        *draw()
-    )
-    assert step.engine is not None
-    program = step.engine.recorded.recording.program
-    assert program.fuse == "library", step.engine.notes
-    train_both(given, step, eager, rtol=1e-7)  # learning rates are float32
-    step.close()
-
-
 def test_a_parameter_written_into_the_input_leaves_the_callers_tensor_without_history() -> None:
     """As a class token is: in eager the input carries the graph of that step from then on."""
 

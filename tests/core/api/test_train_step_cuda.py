@@ -189,18 +189,6 @@ def test_losses_are_the_callers_own_and_need_no_wait() -> None:
     step.close()
 
 
-def test_a_short_last_batch_follows_on_new_shape() -> None:
-    for answer in ("eager", "prepare"):
-        options = Options(tune="off", policy="nimble", on_new_shape=answer)
-        given, step, eager = both("resnet", device="cuda", options=options)
-        for size in (4, 3, 4, 3):
-            inputs, targets = given.draw()
-            loss = step(inputs[:size], targets[:size])
-            assert_values(loss, eager(inputs[:size], targets[:size]), rtol=CLOSE)
-        assert_same(state_of(given.model, step.optimizer), state_of(eager.model, eager.optimizer), rtol=CLOSE)
-        step.close()
-
-
 # -- preparing leaves no trace ---------------------------------------------------------------------------------------
 
 

@@ -17,12 +17,10 @@ from nimble_core.utils.errors import InputError
 from tests.support.training_problems import (
     OPTIMIZERS,
     Island,
-    made,
     perceptron,
     vectors,
 )
 from tests.support.training_steps import (
-    Eager,
     assert_same,
     both,
     one_thread,
@@ -62,16 +60,6 @@ def test_autocast_equals_eager(name: str) -> None:
     dtypes = {ref.dtype for call in step.engine.recorded.recording.program.calls for ref in call.writes}
     assert "bfloat16" in dtypes
     step.close()
-
-
-def test_a_step_prepared_inside_autocast_reads_weights_live() -> None:
-    given = made("mlp")
-    eager = Eager(given, OPTIMIZERS["momentum"], autocast=torch.bfloat16)
-    optimizer = OPTIMIZERS["momentum"](given.model.parameters())
-    step = TrainStep(given.model, given.loss_fn, optimizer, options=QUICK, autocast=torch.bfloat16)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        step.prepare(*given.draw())
-    train_both(given, step, eager)
 
 
 def test_the_backward_of_a_step_is_no_part_of_the_autocast_around_it() -> None:

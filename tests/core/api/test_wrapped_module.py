@@ -80,14 +80,6 @@ def test_copies_start_unprepared() -> None:
     net.close()
 
 
-def test_inside_another_module() -> None:
-    model, x = Deep(), torch.randn(2, 8)
-    outer = nn.Sequential(Nimble(model, QUICK).prepare(x), nn.Linear(8, 2))
-    close(outer(x), outer[1](model(x)))
-    assert set(outer.state_dict()) == {f"0.{k}" for k in model.state_dict()} | {"1.weight", "1.bias"}
-    outer[0].close()
-
-
 class Scaled(nn.Module):
     """What it is lies in an attribute and in an extra state, too."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -141,22 +140,6 @@ def test_aliases_of_the_models_tensors_as_sources(alias: Callable[[torch.Tensor]
         assert values.stale()
 
 
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda weight: weight.data.mul_(2),
-        lambda weight: weight.detach().numpy().fill(7),
-        lambda weight: torch.from_dlpack(weight.detach()).mul_(2),
-    ],
-)
-def test_what_does_not_show_can_be_told(write: Callable[[torch.Tensor], Any]) -> None:
-    net, values = watched()
-    write(net[0].weight)
-    assert not values.stale()
-    values.doubt()
-    assert values.stale()
-
-
 def test_tensors_without_a_version_counter_are_named() -> None:
     with torch.inference_mode():
         net = model()
@@ -166,16 +149,6 @@ def test_tensors_without_a_version_counter_are_named() -> None:
     assert not values.stale()
     values.doubt()
     assert values.stale()
-
-
-def test_stale_until_folded_first() -> None:
-    net = model()
-    values = FoldedValues(sources(net), net.modules())
-    assert values.stale()
-    assert values.folds == 0
-    values.folding()
-    assert not values.stale()
-    assert values.folds == 1
 
 
 def test_where_nothing_is_folded_nothing_is_stale() -> None:

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
-from torch.overrides import TorchFunctionMode
 
 from nimble_core import InputError, Nimble, Options, TrainStep
 from nimble_core.guards.module_guard import Watch, same_objects
@@ -225,39 +224,6 @@ def test_same_objects_are_told_from_equal_ones(one: Any, other: Any) -> None:
         assert not same_objects(one, other)
 
 
-class Count(TorchFunctionMode):
-    """Counts the calls that pass through it."""
-
-    calls = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls += 1
-        return func(*args, **(kwargs or {}))
-
-
-def test_modes_disabled_by_the_caller_hide_no_change() -> None:
-    net = model()
-    watch = Watch(net)
-    with torch._C.DisableTorchFunction():
-        assert watch.change() == ""
-        count_anew(net)
-        assert "1.num_batches_tracked is another tensor" in watch.change()
-
-
-def test_a_look_passes_through_no_mode() -> None:
-    net = model()
-    watch = Watch(net, [("0.weight", net[0].weight)])
-    watch.values.folding()
-    with Count() as mode:
-        assert watch.change() == ""
-        assert not watch.values.stale()
-        assert mode.calls == 0
-        net[0].weight = nn.Parameter(torch.zeros(4, 4))
-        made = mode.calls
-        assert "0.weight is another tensor" in watch.change()
-        assert mode.calls == made
-
-
 @pytest.mark.compiler
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 def test_compiled_code_finds_the_same_forward() -> None:
@@ -330,15 +296,6 @@ def test_hooks_of_a_backward_matter_where_there_is_one(register: Callable[[nn.Se
     assert [watch.change() for watch in watches] == [""] * 3
 
 
-def test_hooks_of_tensors_and_of_state_dicts_are_no_hooks_of_the_model() -> None:
-    net = model()
-    watch = Watch(net)
-    net[0].weight.register_hook(nothing)
-    net.register_state_dict_post_hook(nothing)
-    net[1].register_load_state_dict_post_hook(nothing)
-    assert watch.change() == ""
-
-
 class Installs(nn.Sequential):
     """Installs a hook when it first runs, as libraries do that collect hidden states."""
 
@@ -402,30 +359,13 @@ def test_another_forward_is_noticed(owner: Callable[[Any], Any], training: bool)
     torch.testing.assert_close(replayed(x), expected)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda net: setattr(net, "forward", lambda x: x), "forward is another function than it was"),
-        (lambda net: net[0].register_full_backward_hook(nothing), "0 has a backward hook that it had not"),
-    ],
-)
-def test_a_whole_step_notices_as_well(change: Callable[[Any], object], words: str) -> None:
+def test_a_whole_step_notices_as_well() -> None:
     net = nn.Sequential(nn.Linear(4, 4))
     step = TrainStep(net, torch.Tensor.mean, torch.optim.SGD(net.parameters(), 0.1), options=QUICK)
     step.prepare(torch.randn(2, 4))(torch.randn(2, 4))
-    change(net)
-    with pytest.raises(InputError, match=words):
+    net[0].register_full_backward_hook(nothing)
+    with pytest.raises(InputError, match="0 has a backward hook that it had not"):
         step(torch.randn(2, 4))
-
-
-def test_the_same_forward_bound_again_is_the_same() -> None:
-    net = Twice(4, 4)
-    watch = Watch(net)
-    net.forward = net.forward  # type: ignore[method-assign]
-    assert watch.change() == watch.looked_through() == ""
-    watch = Watch(net)
-    del net.forward
-    assert watch.change() == watch.looked_through() == ""
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -433,7 +373,6 @@ def test_the_same_forward_bound_again_is_the_same() -> None:
     "make",
     [
         torch.jit.script,
-        lambda net: torch.jit.freeze(torch.jit.script(net)),
         lambda net: torch.jit.trace(net, torch.ones(2, 4)),
         lambda net: torch.compile(net, backend="eager"),
     ],

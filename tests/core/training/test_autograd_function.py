@@ -14,7 +14,6 @@ from torch import nn
 
 from nimble_core import Nimble
 from nimble_core.scheduling.options import Options
-from nimble_core.tracing.pytree import flatten
 from tests.support.drop_in import (
     QUICK,
     Place,
@@ -249,20 +248,4 @@ def test_other_kernels_keep_strides_that_address_nothing() -> None:
     for one in net.parameters():
         assert one.grad is not None
         assert one.grad.stride() == one.stride()
-    net.close()
-
-
-def test_both_halves_say_where_they_come_from() -> None:
-    found, net, _ = prepared("resnet")
-    (engine,) = net.engines
-    assert engine.backward is not None
-    forward = engine.recorded.recording.program.calls
-    backward = engine.backward.recorded.recording.program.calls
-    assert {call.phase for call in forward} == {"forward"}
-    assert {call.phase for call in backward} == {"backward"}
-    places = {(call.module, call.origins[0].file, call.origins[0].line) for call in forward}
-    assert {(call.module, call.origins[0].file, call.origins[0].line) for call in backward} <= places
-    convolutions = [call.module for call in backward if call.operator == "aten.convolution_backward.default"]
-    assert convolutions == ["second", "first"]
-    assert flatten(list(found.model.parameters()))[0]
     net.close()

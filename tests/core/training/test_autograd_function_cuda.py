@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -333,29 +332,6 @@ def test_outputs_have_eagers_strides_where_a_compiler_pads_them(outputs: Any, mo
         assert_same_gradients(net, eager, rtol=1e-4)
         with torch.no_grad():
             torch.testing.assert_close(net(x), eager(x), check_stride=True)
-    net.close()
-
-
-def test_a_static_output_that_its_backward_reads_may_not_be_written() -> None:
-    model = nn.Sequential(nn.Linear(8, 4), nn.Sigmoid()).to("cuda")
-    x = on_gpu(torch.randn(6, 8))
-    net = Nimble(model, replace(STREAMS, outputs="static")).prepare(x, training=True)
-    out = net(x)
-    with torch.no_grad():
-        out.mul_(2)
-    with pytest.raises(InputError, match="an output was written between"):
-        out.sum().backward()
-    assert all(one.grad is None for one in model.parameters())
-    net.close()
-    plain = nn.Linear(8, 4).to("cuda")
-    eager = copy.deepcopy(plain)
-    net = Nimble(plain, replace(STREAMS, outputs="static")).prepare(x, training=True)
-    for one in (net, eager):
-        (one(x) * 1).mul_(2).sum().backward()
-        out = one(x)
-        out.mul_(2)
-        out.sum().backward()
-    assert_same_gradients(net, eager, rtol=CLOSE)
     net.close()
 
 

@@ -178,3 +178,13 @@ def test_inputs_go_by_the_names_of_the_call() -> None:
     with pytest.raises(InputError, match=r"kwargs\['mask'\] required no gradient then"):
         net(torch.randn(6, 8), mask=torch.randn(6, 4, requires_grad=True))
     net.close()
+
+
+def test_parameters_can_be_swapped() -> None:
+    """As ``.to()`` does where modules are set to: torch refuses tensors that others hold."""
+    net, _ = pair(nn.Linear(4, 4), torch.randn(3, 4))
+    net(torch.randn(3, 4)).sum().backward()
+    weight = net.get_parameter("weight")
+    torch.utils.swap_tensors(weight, nn.Parameter(torch.ones(4, 4)))
+    assert torch.equal(weight, torch.ones(4, 4))
+    net.close()
