@@ -13,21 +13,11 @@ from torch import nn
 from nimble_core.api.nimble import Nimble
 from nimble_core.api.train_step import TrainStep
 from nimble_core.scheduling.options import Options
-from nimble_core.tracing.pytree import flatten
 from nimble_core.utils.errors import CaptureError, InputError
 from nimble_viz.collect.compare import compare
 
 QUICK = Options(tune="off")
 FAST = Options(budget_s=0.05)
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
-def close(a: Any, b: Any) -> None:
-    torch.testing.assert_close(flatten(a)[0], flatten(b)[0], rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 def casting(to: torch.dtype | None) -> torch.autocast:

@@ -15,20 +15,11 @@ from torch import nn
 from nimble_core.api.nimble import Nimble
 from nimble_core.scheduling.options import Options
 from nimble_core.tracing.folded_weights import Folded
-from nimble_core.tracing.pytree import flatten
 from nimble_core.utils.errors import DeviceError
 from tests.support.folded_models import Foldable, example, folded_engine, made, with_folds
+from tests.support.values import close
 
 QUICK = Options(tune="off")
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
-def close(a: Any, b: Any) -> None:
-    torch.testing.assert_close(flatten(a)[0], flatten(b)[0], rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 def step(model: nn.Module, **options: Any) -> None:

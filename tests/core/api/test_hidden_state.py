@@ -12,19 +12,10 @@ from torch import nn
 
 from nimble_core.api.nimble import Nimble
 from nimble_core.scheduling.options import Options
-from nimble_core.tracing.pytree import flatten
 from nimble_core.utils.errors import CaptureError, NimbleWarning, NotStaticError
+from tests.support.values import close
 
 QUICK = Options(tune="off")
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
-def close(a: Any, b: Any) -> None:
-    torch.testing.assert_close(flatten(a)[0], flatten(b)[0], rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 def test_values_from_numpy_are_captured_as_a_whole_or_refused() -> None:
@@ -181,19 +172,10 @@ def test_an_error_about_values_that_the_model_catches_is_refused() -> None:
     assert torch.equal(Nimble(reshaped, QUICK).prepare(x)(x), x.reshape(-1))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda given: given.append(3),
-        lambda given: given.__setitem__(0, given[0] * 2),
-        lambda given: given.pop(),
-    ],
-    ids=["more", "another", "less"],
-)
-def test_containers_of_the_callers_are_not_changed(change: Callable[[list[Any]], object]) -> None:
+def test_containers_of_the_callers_are_not_changed() -> None:
     def forward(x: torch.Tensor, given: list[Any]) -> torch.Tensor:
         y = x + given[0]
-        change(given)
+        given[0] = given[0] * 2
         return y
 
     first = torch.rand(3)

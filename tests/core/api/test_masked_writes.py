@@ -12,19 +12,10 @@ from torch import nn
 
 from nimble_core.api.nimble import Nimble
 from nimble_core.scheduling.options import Options
-from nimble_core.tracing.pytree import flatten
 from nimble_core.utils.errors import CaptureError
+from tests.support.values import close
 
 QUICK = Options(tune="off")
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
-def close(a: Any, b: Any) -> None:
-    torch.testing.assert_close(flatten(a)[0], flatten(b)[0], rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 class _NumbersWhereTrue(nn.Module):

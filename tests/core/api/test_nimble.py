@@ -22,18 +22,10 @@ from nimble_core.tracing.static_check import other_values
 from nimble_core.utils.errors import InputError, NotStaticError
 from nimble_viz.collect.compare import compare
 from tests.support.models import CASES, Deep, Norms, Wide, make
+from tests.support.values import close
 
 QUICK = Options(tune="off")
 FAST = Options(budget_s=0.05)
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
-def close(a: Any, b: Any) -> None:
-    torch.testing.assert_close(flatten(a)[0], flatten(b)[0], rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -17,24 +17,15 @@ from nimble_core.scheduling.options import Options
 from nimble_core.scheduling.policies import POLICIES
 from nimble_core.scheduling.saved_plan import Plan
 from nimble_core.tracing.folded_weights import Folded
-from nimble_core.tracing.pytree import flatten
 from nimble_core.tracing.recorded import Stopwatch, record_static
 from nimble_core.tracing.signature import Signature
 from nimble_core.utils.errors import CaptureError, DeviceError, InputError, NimbleWarning, NotStaticError
 from nimble_viz.collect.compare import compare
 from tests.support.folded_models import folded, made
 from tests.support.models import Busy, Deep, Wide
+from tests.support.values import close
 
 QUICK = Options(tune="off")
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
-def close(a: Any, b: Any) -> None:
-    torch.testing.assert_close(flatten(a)[0], flatten(b)[0], rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 def test_the_measured_choice_equals_eager() -> None:

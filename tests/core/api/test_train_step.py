@@ -177,26 +177,19 @@ def test_a_loss_may_have_parameters() -> None:
         def forward(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             return F.cross_entropy(output * self.temperature, targets)
 
-    def run(prepared: bool) -> list[torch.Tensor]:
-        given, loss_fn = made("mlp"), Scaled()
-        optimizer = OPTIMIZERS["momentum"]([*given.model.parameters(), *loss_fn.parameters()])
-        step = TrainStep(given.model, loss_fn, optimizer, options=QUICK)
-        if prepared:
-            step.prepare(*given.draw())
-        torch.manual_seed(1)
-        for _ in range(3):
-            inputs, targets = given.draw()
-            if prepared:
-                step(inputs, targets)
-            else:
-                optimizer.zero_grad()
-                loss_fn(given.model(inputs), targets).backward()
-                optimizer.step()
-        if prepared:
-            assert "loss_fn.temperature" in step.gradients
-        return [*given.model.state_dict().values(), loss_fn.temperature.detach()]
-
-    assert_values(run(True), run(False))
+    given, loss_fn = made("mlp"), Scaled()
+    mine = nn.ModuleList([given.model, loss_fn])
+    theirs = copy.deepcopy(mine)
+    optimizers = [OPTIMIZERS["momentum"](one.parameters()) for one in (mine, theirs)]
+    step = TrainStep(given.model, loss_fn, optimizers[0], options=QUICK).prepare(*given.draw())
+    for _ in range(3):
+        inputs, targets = given.draw()
+        step(inputs, targets)
+        optimizers[1].zero_grad()
+        theirs[1](theirs[0](inputs), targets).backward()
+        optimizers[1].step()
+    assert "loss_fn.temperature" in step.gradients
+    assert_values(list(mine.parameters()), list(theirs.parameters()))
 
 
 def test_the_loss_is_the_callers_own() -> None:

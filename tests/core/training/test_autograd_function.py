@@ -20,7 +20,6 @@ from tests.support.drop_in import (
     assert_same_gradients,
     layer,
     loss_of,
-    on,
     pair,
     prepared,
 )
@@ -31,9 +30,7 @@ from tests.support.training_problems import (
     images,
     perceptron,
 )
-from tests.support.training_steps import assert_same, assert_values, one_thread, state_of
-
-__all__ = ["on", "one_thread"]  # fixtures
+from tests.support.training_steps import assert_same, assert_values, state_of
 
 
 @pytest.mark.filterwarnings("ignore:no gradient came for output:nimble_core.utils.errors.NimbleWarning")

@@ -20,7 +20,6 @@ from tests.support.drop_in import (
     STREAMS,
     CheckpointedNorm,
     assert_same_gradients,
-    exact,
     loss_of,
     on_gpu,
     pair,
@@ -36,11 +35,8 @@ from tests.support.training_problems import (
 from tests.support.training_steps import (
     assert_same,
     assert_values,
-    one_thread,
     state_of,
 )
-
-__all__ = ["exact", "one_thread"]  # fixtures
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact")]
 

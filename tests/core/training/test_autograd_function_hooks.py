@@ -16,16 +16,13 @@ from tests.support.drop_in import (
     Place,
     assert_same_gradients,
     layer,
-    on,
     pair,
 )
 from tests.support.training_problems import (
     OPTIMIZERS,
     perceptron,
 )
-from tests.support.training_steps import assert_values, one_thread
-
-__all__ = ["on", "one_thread"]  # fixtures
+from tests.support.training_steps import assert_values
 
 
 @pytest.mark.parametrize("kind", ["gradient", "accumulated"])

@@ -17,7 +17,6 @@ from tests.support.drop_in import (
     Place,
     assert_same_gradients,
     loss_of,
-    on,
     pair,
     prepared,
 )
@@ -27,9 +26,7 @@ from tests.support.training_problems import (
     made,
     perceptron,
 )
-from tests.support.training_steps import assert_same, assert_values, one_thread, state_of
-
-__all__ = ["on", "one_thread"]  # fixtures
+from tests.support.training_steps import assert_same, assert_values, state_of
 
 
 @pytest.mark.parametrize("name", ["mlp", "resnet", "transformer"])

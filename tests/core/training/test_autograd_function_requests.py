@@ -15,7 +15,6 @@ from tests.support.drop_in import (
     Place,
     assert_same_gradients,
     layer,
-    on,
     pair,
 )
 from tests.support.training_problems import (
@@ -23,9 +22,7 @@ from tests.support.training_problems import (
     images,
     perceptron,
 )
-from tests.support.training_steps import assert_values, one_thread
-
-__all__ = ["on", "one_thread"]  # fixtures
+from tests.support.training_steps import assert_values
 
 
 def test_gradients_of_some_tensors(on: Place) -> None:

@@ -18,9 +18,6 @@ from tests.support.drop_in import (
 from tests.support.training_problems import (
     perceptron,
 )
-from tests.support.training_steps import one_thread
-
-__all__ = ["one_thread"]  # fixtures
 
 
 class Overwriting:

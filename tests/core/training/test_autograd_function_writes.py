@@ -19,9 +19,6 @@ from tests.support.drop_in import (
     pair,
     prepared,
 )
-from tests.support.training_steps import one_thread
-
-__all__ = ["one_thread"]  # fixtures
 
 
 @pytest.mark.parametrize("what", ["input", "output"])

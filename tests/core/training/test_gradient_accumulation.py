@@ -16,7 +16,6 @@ from tests.support.drop_in import (
     Place,
     assert_same_gradients,
     loss_of,
-    on,
     pair,
     prepared,
 )
@@ -24,9 +23,7 @@ from tests.support.training_problems import (
     OPTIMIZERS,
     perceptron,
 )
-from tests.support.training_steps import assert_same, assert_values, one_thread, state_of
-
-__all__ = ["on", "one_thread"]  # fixtures
+from tests.support.training_steps import assert_same, assert_values, state_of
 
 
 def test_an_alias_of_a_gradient_is_the_gradient(on: Place) -> None:

@@ -16,16 +16,13 @@ from nimble_core.utils.errors import InputError
 from tests.support.drop_in import (
     Place,
     assert_same_gradients,
-    on,
     pair,
 )
 from tests.support.training_problems import (
     Nested,
     Two,
 )
-from tests.support.training_steps import assert_values, one_thread
-
-__all__ = ["on", "one_thread"]  # fixtures
+from tests.support.training_steps import assert_values
 
 
 @pytest.mark.filterwarnings("ignore:no gradient came for output:nimble_core.utils.errors.NimbleWarning")
@@ -33,23 +30,14 @@ __all__ = ["on", "one_thread"]  # fixtures
 @given(
     wanted=st.sets(st.sampled_from(["logits", "first", "second", "best"]), min_size=1),
     of_input=st.booleans(),
-    before=st.sampled_from(["none", "zeros", "values", "mixed"]),
     rounds=st.integers(1, 3),
-    clipped=st.booleans(),
 )
-def test_any_outputs_may_be_used_and_gradients_add_up(
-    wanted: set[str], of_input: bool, before: str, rounds: int, clipped: bool
-) -> None:
+def test_any_outputs_may_be_used_and_gradients_add_up(wanted: set[str], of_input: bool, rounds: int) -> None:
     """Some outputs of several, inputs with gradients or without, on top of gradients that are there."""
     torch.manual_seed(0)
     model = Nested()
     model.a.bias.requires_grad_(False)
     net, eager = pair(model, torch.randn(6, 8, requires_grad=of_input))
-    if before != "none":
-        for at, (one, other) in enumerate(zip(model.parameters(), eager.parameters(), strict=True)):
-            if one.requires_grad and (before != "mixed" or at % 2):
-                one.grad = torch.randn_like(one) if before != "zeros" else torch.zeros_like(one)
-                other.grad = one.grad.clone()
     for _ in range(rounds):
         x = torch.randn(6, 8)
         found = []
@@ -69,9 +57,6 @@ def test_any_outputs_may_be_used_and_gradients_add_up(
             found.append((out, given_x.grad if given_x.grad is not None else torch.zeros(0)))
         assert_values(found[0], found[1])
         assert_same_gradients(model, eager)
-    if clipped and any(one.grad is not None for one in eager.parameters()):
-        norms = [nn.utils.clip_grad_norm_(one.parameters(), 0.1) for one in (model, eager)]
-        torch.testing.assert_close(*norms)
     net.close()
 
 

@@ -21,9 +21,6 @@ from nimble_core.training.joint_function import ForwardBackward
 from nimble_core.training.partition import Halves, halve
 from nimble_core.utils.errors import CaptureError
 from tests.support.training_problems import PROBLEMS, made
-from tests.support.training_steps import one_thread
-
-__all__ = ["one_thread"]  # a fixture
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,7 @@ from tests.support.training_problems import (
     made,
     perceptron,
 )
-from tests.support.training_steps import assert_untouched, assert_values, everything, one_thread
-
-__all__ = ["one_thread"]  # a fixture
+from tests.support.training_steps import assert_untouched, assert_values, everything
 
 
 @pytest.mark.slow

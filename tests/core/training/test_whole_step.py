@@ -16,11 +16,7 @@ from tests.support.training_problems import (
 from tests.support.training_steps import (
     assert_values,
     both,
-    one_thread,
 )
-
-__all__ = ["one_thread"]  # a fixture
-
 
 ORDER = ["forward", "loss", "backward", "optimizer"]
 
