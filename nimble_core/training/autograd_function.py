@@ -30,7 +30,7 @@ from nimble_core.tracing.recorded import Recorded
 from nimble_core.tracing.recording import Recording
 from nimble_core.tracing.strides import copied
 from nimble_core.training.gradient_accumulation import ACCUMULATING, accumulate, set_aside
-from nimble_core.training.partial_backward import calls_only_for, draws_attention_masks, issued_without
+from nimble_core.training.partial_backward import calls_only_for, draws_attention_masks, issued
 from nimble_core.utils.errors import InputError
 
 __all__ = ["Backward", "Fixed"]
@@ -268,7 +268,7 @@ class Backward:
         with torch.no_grad(), ACCUMULATING if mine else nullcontext():
             aside: dict[int, torch.Tensor] = {}
             if executable is None:
-                found = issued_without(self.plain, [*inputs, *saved], without, self.device_type)
+                found = issued(self.plain, [*inputs, *saved], self.device_type, without)
             else:
                 if mine:
                     aside = set_aside(self.parameters, executable, mine)

@@ -13,9 +13,11 @@ from torch.nn import functional as F
 from nimble_core.api.train_step import TrainStep
 from nimble_core.scheduling.options import Options
 from nimble_core.utils.errors import NimbleWarning
+from tests.support.drop_in import CLOSE
 from tests.support.training_problems import (
     OPTIMIZERS,
     PROBLEMS,
+    Aliases,
     Problem,
     Recomputed,
     made,
@@ -24,9 +26,11 @@ from tests.support.training_problems import (
 from tests.support.training_steps import (
     ROUNDED,
     Eager,
+    assert_same,
     assert_values,
     both,
     one_thread,
+    state_of,
     train_both,
 )
 
@@ -43,10 +47,40 @@ def test_steps_equal_eager(name: str) -> None:
     step.close()
 
 
+def test_gradients_that_are_one_memory_are_updated_apart() -> None:
+    """Nesterov's momentum is added to gradients in place by torch's for-each form, which makes the first step."""
+    model = Aliases()
+    eager = copy.deepcopy(model)
+    nesterov = partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, foreach=True)
+    ours, theirs = nesterov(model.parameters()), nesterov(eager.parameters())
+    step = TrainStep(model, F.mse_loss, ours, options=QUICK).prepare(torch.randn(6, 4), torch.randn(6, 4))
+    for _ in range(3):
+        x, y = torch.randn(6, 4), torch.randn(6, 4)
+        step(x, y)
+        theirs.zero_grad()
+        F.mse_loss(eager(x), y).backward()
+        theirs.step()
+    assert_values(list(model.parameters()), list(eager.parameters()), rtol=1e-5)
+    step.close()
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_equals_eager(optimizer: str) -> None:
     given, step, eager = both("mlp", OPTIMIZERS[optimizer])
     train_both(given, step, eager, rtol=ROUNDED if optimizer.startswith("adam") else 0.0)
+    step.close()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("clip", [None, 0.05, 100.0])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_clipping_and_accumulating_equal_eager(clip: float | None, accumulate: int, device: str) -> None:
+    given, step, eager = both("mlp", clip=clip, accumulate=accumulate, device=device)
+    rtol = 1e-5 if device == "cpu" else CLOSE
+    for _ in range(2 * accumulate + 1):
+        inputs, targets = given.draw()
+        assert_values(step(inputs, targets), eager(inputs, targets), rtol=rtol)
+        assert_same(state_of(given.model, step.optimizer), state_of(eager.model, eager.optimizer), rtol=rtol)
     step.close()
 
 

@@ -79,17 +79,6 @@ UNFUSED: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("clip", [None, 0.05])
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_clipping_and_accumulating(clip: float | None, accumulate: int) -> None:
-    given, step, eager = both("mlp", clip=clip, accumulate=accumulate, device="cuda", options=STREAMS)
-    for _ in range(2 * accumulate + 1):
-        inputs, targets = given.draw()
-        assert_values(step(inputs, targets), eager(inputs, targets), rtol=CLOSE)
-        assert_same(state_of(given.model, step.optimizer), state_of(eager.model, eager.optimizer), rtol=CLOSE)
-    step.close()
-
-
 def test_dropout_draws_fresh_masks_that_a_seed_brings_back() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.25)).to("cuda")
     nn.init.zeros_(model[0].weight)

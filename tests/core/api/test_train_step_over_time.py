@@ -59,16 +59,6 @@ def test_a_short_last_batch_follows_on_new_shape() -> None:
         step.close()
 
 
-@pytest.mark.parametrize("answer", ["eager", "prepare"])
-def test_the_very_first_step_may_have_another_shape(answer: str) -> None:
-    given, step, eager = both("resnet", options=Options(tune="off", policy="single", on_new_shape=answer))
-    for size in (3, 4, 3, 4):
-        inputs, targets = given.draw()
-        assert_values(step(inputs[:size], targets[:size]), eager(inputs[:size], targets[:size]))
-        assert_same(state_of(given.model, step.optimizer), state_of(eager.model, eager.optimizer))
-    step.close()
-
-
 class Heads(nn.Module):
     """One of several heads is used, and trained, at a time."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -136,9 +135,6 @@ def test_other_growth_settings_of_a_scaler_are_noticed() -> None:
     assert_same(state_of(model), before)
     step.prepare(x, y)
     step(x, y)
-    scaler.set_growth_interval(2000)
-    with pytest.raises(InputError, match="grows or backs off"):
-        step(x, y)
     step.close()
 
 
@@ -163,16 +159,6 @@ def test_another_autocast_than_around_the_preparation_is_refused(then: torch.dty
         step(x, y)
         assert step.outputs.dtype is (then or torch.float32)
     step.close()
-
-
-@pytest.mark.parametrize("autocast", [torch.int64, torch.float64, "bfloat16", True])
-def test_types_that_autocast_does_not_compute_in_are_refused(autocast: Any) -> None:
-    model = perceptron()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    with pytest.raises(InputError, match="no type to compute in"):
-        TrainStep(model, F.cross_entropy, optimizer, autocast=autocast)
-    with pytest.raises(InputError, match="scaler is a float"):
-        TrainStep(model, F.cross_entropy, optimizer, scaler=2.0)  # type: ignore[arg-type]
 
 
 def test_a_scaler_works_whatever_torchs_default_type_is() -> None:

@@ -68,6 +68,9 @@ def test_a_loss_of_a_target_needs_one() -> None:
         ({"clip_grad_norm": 0.0}, "not positive"),
         ({"clip_grad_norm": float("nan")}, "not positive"),
         ({"options": "fast"}, "not an Options"),
+        ({"autocast": torch.float64}, "no type to compute in"),
+        ({"autocast": True}, "no type to compute in"),
+        ({"scaler": 2.0}, "scaler is a float"),
     ],
     ids=lambda one: next(iter(one)) if isinstance(one, dict) else "",
 )
@@ -211,16 +214,6 @@ def test_a_loss_that_cannot_be_differentiated(loss_fn: Callable[..., Any], match
     with pytest.raises(InputError, match=match):
         TrainStep(model, loss_fn, optimizer, options=QUICK).prepare(x)
     assert_untouched(before, everything(model, optimizer))
-
-
-def test_not_prepared() -> None:
-    model = perceptron()
-    step = TrainStep(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), options=QUICK)
-    assert step.engine is None
-    assert step.outputs is None
-    assert step.gradients == {}
-    with pytest.raises(InputError, match="not prepared"):
-        step(*vectors())
 
 
 def test_an_optimizer_of_another_model_is_refused() -> None:

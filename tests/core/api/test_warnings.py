@@ -129,19 +129,6 @@ def test_gradients_that_no_output_carries_are_mentioned_once_an_engine() -> None
     net.close()
 
 
-def test_a_parameter_that_the_model_writes_under_no_grad_is_written() -> None:
-    @torch.no_grad()
-    def average(shadow: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
-        return shadow.mul_(0.5).add_(now)
-
-    net = Nimble(average, QUICK).prepare(nn.Parameter(torch.randn(4)), torch.randn(4))
-    shadow, now = nn.Parameter(torch.ones(4)), torch.ones(4)
-    with pytest.warns(NimbleWarning, match="carry none"):
-        net(shadow, now)
-    assert torch.equal(shadow.detach(), torch.full((4,), 1.5))
-    net.close()
-
-
 def hooked(net: nn.Module) -> nn.Module:
     net.register_forward_pre_hook(lambda module, args: None)
     return net

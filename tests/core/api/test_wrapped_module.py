@@ -13,7 +13,7 @@ from torch import nn
 
 from nimble_core.api.nimble import Nimble
 from nimble_core.scheduling.options import Options
-from tests.support.models import Deep, Norms, Wide
+from tests.support.models import Deep, Norms
 from tests.support.values import close
 
 QUICK = Options(tune="off")
@@ -35,16 +35,6 @@ def test_parameters_and_state_are_the_models_own() -> None:
     model.register_buffer("later", torch.ones(1))
     assert "later" in net.state_dict()
     net.close()
-
-
-def test_attributes_are_passed_through() -> None:
-    model = Wide()
-    model.note = "hello"
-    net = Nimble(model)
-    assert net.note == "hello"
-    assert net.branches is model.branches
-    with pytest.raises(AttributeError, match="nothing"):
-        _ = net.nothing
 
 
 def test_a_function_can_be_wrapped() -> None:

@@ -18,7 +18,6 @@ from nimble_core.utils.errors import InputError, NimbleWarning
 from tests.support.drop_in import (
     CLOSE,
     STREAMS,
-    CheckpointedNorm,
     assert_same_gradients,
     loss_of,
     on_gpu,
@@ -104,18 +103,6 @@ def test_a_forward_that_nobody_waits_for_does_not_stand_in_the_way() -> None:
     net.close()
 
 
-def test_the_backward_of_a_forward_that_was_overwritten_is_refused() -> None:
-    net, _ = pair(perceptron().to("cuda"), on_gpu(torch.randn(6, 8)))
-    loss = net(on_gpu(torch.randn(6, 8))).sin().sum()
-    loss.backward(retain_graph=True)
-    net(on_gpu(torch.randn(6, 8))).sin().sum().backward()
-    kept = [one.grad.clone() for one in net.parameters() if one.grad is not None]
-    with pytest.raises(InputError, match="a later one has overwritten"):
-        loss.backward()
-    assert_values([one.grad for one in net.parameters()], kept)
-    net.close()
-
-
 # -- drop-in: what autograd is asked ---------------------------------------------------------------------------------
 
 
@@ -172,21 +159,6 @@ def test_a_backward_asked_for_on_another_stream_than_its_forward(search: bool) -
                 gradients = tuple(one.grad for one in model.parameters())
             found.append([one.clone() for one in gradients])
         torch.testing.assert_close(*found)
-    net.close()
-
-
-def test_a_checkpointed_model_trains_as_in_eager() -> None:
-    torch.manual_seed(0)
-    eager = CheckpointedNorm().to("cuda").train()
-    x = on_gpu(torch.randn(6, 8))
-    net = Nimble(copy.deepcopy(eager), Options(tune="off")).prepare(x, training=True)
-    for _ in range(3):
-        x = on_gpu(torch.randn(6, 8))
-        for model in (net, eager):
-            model(x).square().sum().backward()
-    for (name, one), other in zip(net.named_parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, msg=name)
-    torch.testing.assert_close(dict(net.named_buffers()), dict(eager.named_buffers()))
     net.close()
 
 

@@ -17,14 +17,12 @@ from tests.support.drop_in import (
     Place,
     assert_same_gradients,
     loss_of,
-    pair,
     prepared,
 )
 from tests.support.training_problems import (
     OPTIMIZERS,
     Island,
     made,
-    perceptron,
 )
 from tests.support.training_steps import assert_same, assert_values, state_of
 
@@ -73,23 +71,6 @@ def test_training_and_evaluation_in_turn(on: Place) -> None:
     net.train()
     assert net(inputs).requires_grad
     net.close()
-
-
-def test_evaluating_in_eager_is_said_once() -> None:
-    """Whatever Python's own filter has forgotten: it does so in each ``catch_warnings``, and at each new line."""
-    x = torch.randn(6, 8)
-    nets = [pair(perceptron(), x)[0] for _ in range(2)]
-    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
-        warnings.simplefilter("always")
-        for _ in range(3):
-            for net in nets:
-                net.eval()(x)
-                net.eval()(x)
-                net.train()(x)
-    said = [str(one.message) for one in caught]
-    assert said == ["not prepared in evaluation mode: runs in eager"] * len(nets)
-    for net in nets:
-        net.close()
 
 
 def test_without_gradients_the_forward_still_trains_statistics() -> None:

@@ -110,24 +110,6 @@ def test_other_types_of_parameters(kind: Kind, dtype: torch.dtype) -> None:
     assert_same(mine, other, **({"rtol": 5e-2, "atol": 5e-2} if dtype is torch.bfloat16 else {}))
 
 
-@pytest.mark.parametrize("shape", [(4, 3, 3, 3), (4, 3, 1, 1), (1, 4, 2, 2)])
-@pytest.mark.parametrize("kind", [optim.Adam, optim.Adamax])
-def test_gradients_laid_out_otherwise_than_their_parameters(kind: Kind, shape: tuple[int, ...]) -> None:
-    pairs = [torch.nn.Parameter(torch.ones(shape).to(memory_format=torch.channels_last)) for _ in range(2)]
-    mine, other = (kind([one]) for one in pairs)
-    captured = CapturedOptimizer(mine, "cpu")
-    for step in range(3):
-        gradient = torch.randn(shape, generator=torch.Generator().manual_seed(step))
-        captured.sync()
-        if captured.fresh_for({0}):
-            eager(mine, [gradient])
-        else:
-            captured.update([gradient])
-        eager(other, [gradient])
-    assert_same(mine, other)
-    assert pairs[0].is_contiguous(memory_format=torch.channels_last)
-
-
 @pytest.mark.parametrize(("kind", "options"), FUSED)
 def test_found_inf_leaves_a_step_out(kind: Kind, options: dict[str, Any]) -> None:
     mine, other = twins(kind, options)

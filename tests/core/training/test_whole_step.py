@@ -63,18 +63,6 @@ def test_updates_carry_the_modules_of_what_they_update() -> None:
     step.close()
 
 
-def test_state_is_named_after_parameters() -> None:
-    given, step, _ = both("mlp", OPTIMIZERS["adam"])
-    assert step.engine is not None
-    storages = {one.name: one.role for one in step.engine.recorded.recording.program.storages if one.name}
-    for name, _ in given.model.named_parameters():
-        assert storages[name] == "parameter"
-        assert storages[f"{name} exp_avg"] == "buffer"
-        assert storages[f"{name} step"] == "buffer"
-    assert storages["learning rate 0"] == "buffer"
-    step.close()
-
-
 def test_a_whole_step_has_the_models_names() -> None:
     given = made("resnet")
     optimizer = OPTIMIZERS["momentum"](given.model.parameters())

@@ -1,4 +1,4 @@
-"""Several threads with one prepared module."""
+"""Forwards and gradients in memory that the next run overwrites, as on a GPU."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ import torch
 
 from nimble_core.runtime.host.device import HostDevice
 from nimble_core.utils.errors import InputError
-from tests.support.drop_in import (
-    pair,
-)
-from tests.support.training_problems import (
-    perceptron,
-)
+from tests.support.drop_in import assert_same_gradients, pair
+from tests.support.training_problems import perceptron
+from tests.support.training_steps import assert_values
 
 
 class Overwriting:
@@ -99,4 +96,28 @@ def test_no_thread_gets_numbers_of_another_ones_forward() -> None:
     if failed:
         raise failed[0]
     assert all("the backward of an earlier forward" in str(error) for error in late)
+    net.close()
+
+
+@pytest.mark.usefixtures("overwriting")
+def test_gradients_add_up_in_memory_that_the_next_backward_overwrites() -> None:
+    net, eager = pair(perceptron(), torch.randn(6, 8))
+    for _ in range(3):
+        x = torch.randn(6, 8)
+        for model in (net, eager):
+            model(x).sin().sum().backward()
+    assert_same_gradients(net, eager, rtol=1e-6)
+    net.close()
+
+
+@pytest.mark.usefixtures("overwriting")
+def test_the_backward_of_a_forward_that_was_overwritten_is_refused() -> None:
+    net, _ = pair(perceptron(), torch.randn(6, 8))
+    loss = net(torch.randn(6, 8)).sin().sum()
+    loss.backward(retain_graph=True)
+    net(torch.randn(6, 8)).sin().sum().backward()
+    kept = [one.grad.clone() for one in net.parameters() if one.grad is not None]
+    with pytest.raises(InputError, match="a later one has overwritten"):
+        loss.backward()
+    assert_values([one.grad for one in net.parameters()], kept)
     net.close()
