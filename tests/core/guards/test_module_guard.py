@@ -296,6 +296,17 @@ def test_hooks_of_a_backward_matter_where_there_is_one(register: Callable[[nn.Se
     assert [watch.change() for watch in watches] == [""] * 3
 
 
+def test_a_hook_in_place_of_another_is_noticed() -> None:
+    net = model()
+    handle = net[0].register_forward_hook(double)
+    watch = Watch(net)
+    handle.remove()
+    net[0].register_forward_hook(double)  # under another number
+    assert watch.change() == watch.change() == ""
+    net[0]._forward_hooks = {0: nothing}
+    assert "0 has another forward hook" in watch.change()
+
+
 class Installs(nn.Sequential):
     """Installs a hook when it first runs, as libraries do that collect hidden states."""
 
