@@ -14,10 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nimble_core import Nimble
 from nimble_core.scheduling.options import Options
-from tests.support.training_problems import (
-    made,
-    twin,
-)
+from tests.support.training_problems import made, twin
 
 QUICK = Options(tune="off", policy="single")
 

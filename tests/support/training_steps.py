@@ -16,12 +16,7 @@ from nimble_core import Nimble
 from nimble_core.api.train_step import TrainStep
 from nimble_core.scheduling.options import Options
 from nimble_core.tracing.pytree import flatten
-from tests.support.training_problems import (
-    OPTIMIZERS,
-    Problem,
-    made,
-    twin,
-)
+from tests.support.training_problems import OPTIMIZERS, Problem, made, twin
 
 QUICK = Options(tune="off", policy="single")
 ROUNDED = 1e-5

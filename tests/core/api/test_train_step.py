@@ -14,15 +14,7 @@ from nimble_core.api.train_step import TrainStep
 from nimble_core.scheduling.options import Options
 from nimble_core.utils.errors import NimbleWarning
 from tests.support.drop_in import CLOSE
-from tests.support.training_problems import (
-    OPTIMIZERS,
-    PROBLEMS,
-    Aliases,
-    Problem,
-    Recomputed,
-    made,
-    vectors,
-)
+from tests.support.training_problems import OPTIMIZERS, PROBLEMS, Aliases, Problem, Recomputed, made, vectors
 from tests.support.training_steps import (
     ROUNDED,
     Eager,
@@ -132,6 +124,7 @@ def test_two_steps_train_a_generator_and_its_critic_as_in_eager(device: str) -> 
     def tells(scores: torch.Tensor) -> torch.Tensor:
         return F.softplus(-scores[:16]).mean() + F.softplus(scores[16:]).mean()
 
+    near = 1e-5 if device == "cpu" else 2e-2
     noise = torch.randn(16, 4, device=device)
     g_step = TrainStep(generator, partial(fools, critic), rates[0], options=QUICK).prepare(noise)
     d_step = TrainStep(critic, tells, rates[1], options=QUICK).prepare(torch.randn(32, 2, device=device))
@@ -146,7 +139,7 @@ def test_two_steps_train_a_generator_and_its_critic_as_in_eager(device: str) -> 
         fooled = fools(judge, other(noise))
         fooled.backward()
         rates[2].step()
-        torch.testing.assert_close(torch.stack(mine), torch.stack([told, fooled]).detach(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(torch.stack(mine), torch.stack([told, fooled]).detach(), rtol=near, atol=near)
     g_step.close()
     d_step.close()
 

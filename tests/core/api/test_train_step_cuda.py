@@ -15,22 +15,8 @@ from torch.nn import functional as F
 from nimble_core import Nimble
 from nimble_core.api.train_step import TrainStep
 from nimble_core.scheduling.options import Options
-from tests.support.drop_in import (
-    CLOSE,
-    QUICK,
-    STREAMS,
-    exact,
-    on_gpu,
-)
-from tests.support.training_problems import (
-    OPTIMIZERS,
-    PROBLEMS,
-    RUNS,
-    Fails,
-    images,
-    made,
-    perceptron,
-)
+from tests.support.drop_in import CLOSE, QUICK, STREAMS, exact, on_gpu
+from tests.support.training_problems import OPTIMIZERS, PROBLEMS, RUNS, Fails, images, made, perceptron
 from tests.support.training_steps import (
     Eager,
     assert_same,

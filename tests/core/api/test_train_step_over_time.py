@@ -18,11 +18,7 @@ from torch.nn import functional as F
 from nimble_core.api.train_step import TrainStep
 from nimble_core.scheduling.options import Options
 from nimble_core.utils.errors import InputError
-from tests.support.training_problems import (
-    OPTIMIZERS,
-    perceptron,
-    vectors,
-)
+from tests.support.training_problems import OPTIMIZERS, perceptron, vectors
 from tests.support.training_steps import (
     assert_same,
     assert_untouched,

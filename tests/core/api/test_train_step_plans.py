@@ -15,19 +15,8 @@ from nimble_core.api.train_step import TrainStep
 from nimble_core.scheduling.options import Options
 from nimble_core.scheduling.saved_plan import Plan, load_plan
 from nimble_core.utils.errors import InputError
-from tests.support.training_problems import (
-    OPTIMIZERS,
-    Problem,
-    made,
-)
-from tests.support.training_steps import (
-    Eager,
-    assert_untouched,
-    both,
-    everything,
-    one_thread,
-    train_both,
-)
+from tests.support.training_problems import OPTIMIZERS, Problem, made
+from tests.support.training_steps import Eager, assert_untouched, both, everything, one_thread, train_both
 
 __all__ = ["one_thread"]  # a fixture
 

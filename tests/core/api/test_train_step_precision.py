@@ -13,20 +13,8 @@ from nimble_core.api.train_step import TrainStep
 from nimble_core.scheduling.options import Options
 from nimble_core.training.whole_step import WholeStep
 from nimble_core.utils.errors import InputError
-from tests.support.training_problems import (
-    OPTIMIZERS,
-    Island,
-    perceptron,
-    vectors,
-)
-from tests.support.training_steps import (
-    assert_same,
-    both,
-    one_thread,
-    scaler_on_host,
-    state_of,
-    train_both,
-)
+from tests.support.training_problems import OPTIMIZERS, Island, perceptron, vectors
+from tests.support.training_steps import assert_same, both, one_thread, scaler_on_host, state_of, train_both
 
 __all__ = ["one_thread"]  # a fixture
 

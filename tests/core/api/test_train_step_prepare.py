@@ -15,15 +15,7 @@ from nimble_core import Nimble
 from nimble_core.api.train_step import TrainStep
 from nimble_core.scheduling.options import Options
 from nimble_core.utils.errors import DeviceError, InputError, NimbleError
-from tests.support.training_problems import (
-    OPTIMIZERS,
-    RUNS,
-    Fails,
-    images,
-    made,
-    perceptron,
-    vectors,
-)
+from tests.support.training_problems import OPTIMIZERS, RUNS, Fails, images, made, perceptron, vectors
 from tests.support.training_steps import (
     assert_untouched,
     assert_values,

@@ -17,21 +17,8 @@ from nimble_core.api.train_step import TrainStep
 from nimble_core.scheduling.options import Options
 from nimble_core.tracing.provenance import label_of
 from nimble_core.utils.errors import CaptureError, InputError, NimbleError
-from tests.support.training_problems import (
-    OPTIMIZERS,
-    Problem,
-    Recomputed,
-    perceptron,
-    vectors,
-)
-from tests.support.training_steps import (
-    assert_same,
-    assert_untouched,
-    both,
-    everything,
-    one_thread,
-    state_of,
-)
+from tests.support.training_problems import OPTIMIZERS, Problem, Recomputed, perceptron, vectors
+from tests.support.training_steps import assert_same, assert_untouched, both, everything, one_thread, state_of
 
 __all__ = ["one_thread"]  # a fixture
 

@@ -377,21 +377,3 @@ def test_a_whole_step_notices_as_well() -> None:
     net[0].register_full_backward_hook(nothing)
     with pytest.raises(InputError, match="0 has a backward hook that it had not"):
         step(torch.randn(2, 4))
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.parametrize(
-    "make",
-    [
-        torch.jit.script,
-        lambda net: torch.jit.trace(net, torch.ones(2, 4)),
-        lambda net: torch.compile(net, backend="eager"),
-    ],
-)
-def test_a_forward_that_a_compiler_made_is_watched_too(make: Callable[[nn.Module], Any]) -> None:
-    net = make(model())
-    watch = Watch(net)
-    net(torch.randn(2, 4))
-    assert watch.change() == watch.looked_through() == ""
-    net.forward = lambda x: x
-    assert watch.change() == watch.looked_through() == "forward is another function than it was"

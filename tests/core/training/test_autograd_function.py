@@ -13,22 +13,8 @@ from torch import nn
 
 from nimble_core import Nimble
 from nimble_core.scheduling.options import Options
-from tests.support.drop_in import (
-    QUICK,
-    Place,
-    assert_same_gradients,
-    layer,
-    loss_of,
-    pair,
-    prepared,
-)
-from tests.support.training_problems import (
-    OPTIMIZERS,
-    PROBLEMS,
-    Residual,
-    images,
-    perceptron,
-)
+from tests.support.drop_in import QUICK, Place, assert_same_gradients, layer, loss_of, pair, prepared
+from tests.support.training_problems import OPTIMIZERS, PROBLEMS, Residual, images, perceptron
 from tests.support.training_steps import assert_same, assert_values, state_of
 
 

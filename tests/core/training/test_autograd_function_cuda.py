@@ -15,27 +15,10 @@ from nimble_core import Nimble
 from nimble_core.compiler.passes import pad_matmul
 from nimble_core.scheduling.options import Options
 from nimble_core.utils.errors import InputError, NimbleWarning
-from tests.support.drop_in import (
-    CLOSE,
-    STREAMS,
-    assert_same_gradients,
-    loss_of,
-    on_gpu,
-    pair,
-)
+from tests.support.drop_in import CLOSE, STREAMS, assert_same_gradients, loss_of, on_gpu, pair
 from tests.support.rewrite_models import results_are_padded
-from tests.support.training_problems import (
-    OPTIMIZERS,
-    Residual,
-    images,
-    made,
-    perceptron,
-)
-from tests.support.training_steps import (
-    assert_same,
-    assert_values,
-    state_of,
-)
+from tests.support.training_problems import OPTIMIZERS, Residual, images, made, perceptron
+from tests.support.training_steps import assert_same, assert_values, state_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact")]
 

@@ -11,17 +11,8 @@ from torch import nn
 
 from nimble_core import Nimble
 from nimble_core.utils.errors import InputError
-from tests.support.drop_in import (
-    QUICK,
-    Place,
-    assert_same_gradients,
-    layer,
-    pair,
-)
-from tests.support.training_problems import (
-    OPTIMIZERS,
-    perceptron,
-)
+from tests.support.drop_in import QUICK, Place, assert_same_gradients, layer, pair
+from tests.support.training_problems import OPTIMIZERS, perceptron
 from tests.support.training_steps import assert_values
 
 

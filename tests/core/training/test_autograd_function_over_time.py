@@ -12,18 +12,8 @@ from torch import nn
 from nimble_core import Nimble
 from nimble_core.scheduling.options import Options
 from nimble_core.utils.errors import InputError, NimbleWarning
-from tests.support.drop_in import (
-    QUICK,
-    Place,
-    assert_same_gradients,
-    loss_of,
-    prepared,
-)
-from tests.support.training_problems import (
-    OPTIMIZERS,
-    Island,
-    made,
-)
+from tests.support.drop_in import QUICK, Place, assert_same_gradients, loss_of, prepared
+from tests.support.training_problems import OPTIMIZERS, Island, made
 from tests.support.training_steps import assert_same, assert_values, state_of
 
 

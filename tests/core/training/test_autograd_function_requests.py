@@ -11,17 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from nimble_core.utils.errors import InputError
-from tests.support.drop_in import (
-    Place,
-    assert_same_gradients,
-    layer,
-    pair,
-)
-from tests.support.training_problems import (
-    Residual,
-    images,
-    perceptron,
-)
+from tests.support.drop_in import Place, assert_same_gradients, layer, pair
+from tests.support.training_problems import Residual, images, perceptron
 from tests.support.training_steps import assert_values
 
 

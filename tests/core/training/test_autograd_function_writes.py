@@ -11,14 +11,7 @@ from torch import nn
 from nimble_core import Nimble
 from nimble_core.scheduling.options import Options
 from nimble_core.utils.errors import InputError
-from tests.support.drop_in import (
-    CheckpointedNorm,
-    assert_same_gradients,
-    layer,
-    loss_of,
-    pair,
-    prepared,
-)
+from tests.support.drop_in import CheckpointedNorm, assert_same_gradients, layer, loss_of, pair, prepared
 
 
 @pytest.mark.parametrize("what", ["input", "output"])

@@ -10,19 +10,8 @@ import torch
 from torch import nn
 
 from nimble_core import Nimble
-from tests.support.drop_in import (
-    CLOSE,
-    QUICK,
-    Place,
-    assert_same_gradients,
-    loss_of,
-    pair,
-    prepared,
-)
-from tests.support.training_problems import (
-    OPTIMIZERS,
-    perceptron,
-)
+from tests.support.drop_in import CLOSE, QUICK, Place, assert_same_gradients, loss_of, pair, prepared
+from tests.support.training_problems import OPTIMIZERS, perceptron
 from tests.support.training_steps import assert_same, assert_values, state_of
 
 

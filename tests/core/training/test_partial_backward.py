@@ -13,15 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from nimble_core.utils.errors import InputError
-from tests.support.drop_in import (
-    Place,
-    assert_same_gradients,
-    pair,
-)
-from tests.support.training_problems import (
-    Nested,
-    Two,
-)
+from tests.support.drop_in import Place, assert_same_gradients, pair
+from tests.support.training_problems import Nested, Two
 from tests.support.training_steps import assert_values
 
 

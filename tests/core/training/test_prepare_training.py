@@ -15,18 +15,8 @@ from nimble_core.runtime.host.device import HostDevice
 from nimble_core.scheduling.options import Options
 from nimble_core.training import prepare_training
 from nimble_core.utils.errors import InputError, NimbleError
-from tests.support.drop_in import (
-    QUICK,
-    assert_same_gradients,
-    loss_of,
-    pair,
-    prepared,
-)
-from tests.support.training_problems import (
-    OPTIMIZERS,
-    made,
-    perceptron,
-)
+from tests.support.drop_in import QUICK, assert_same_gradients, loss_of, pair, prepared
+from tests.support.training_problems import OPTIMIZERS, made, perceptron
 from tests.support.training_steps import assert_untouched, assert_values, everything
 
 

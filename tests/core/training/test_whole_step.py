@@ -9,14 +9,8 @@ import torch
 
 from nimble_core.training.optimizer import CapturedOptimizer
 from nimble_core.training.whole_step import WholeStep
-from tests.support.training_problems import (
-    OPTIMIZERS,
-    made,
-)
-from tests.support.training_steps import (
-    assert_values,
-    both,
-)
+from tests.support.training_problems import OPTIMIZERS, made
+from tests.support.training_steps import assert_values, both
 
 ORDER = ["forward", "loss", "backward", "optimizer"]
 
