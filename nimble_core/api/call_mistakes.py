@@ -1,4 +1,4 @@
-"""Hints for calls with wrong inputs, which would fail somewhere inside the model."""
+"""What to say of calls with wrong inputs: those that would fail inside the model, and those that no engine serves."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ from typing import Any
 
 import torch
 
+from nimble_core.api.engine import Engine
 from nimble_core.scheduling.options import option_like
+from nimble_core.tracing.signature_mismatch import nearest
+from nimble_core.tracing.step_wrapper import Around
 from nimble_core.utils.errors import InputError, first_line
 
-__all__ = ["input_hint", "mistakes_explained", "refuse_options"]
+__all__ = ["mistakes_explained", "model_name", "refuse_options", "unprepared_call"]
+
+_OTHER_ANSWERS = 'use Options(on_new_shape="prepare" or "eager")'
 
 
 def refuse_options(model: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
@@ -24,7 +29,7 @@ def refuse_options(model: Callable[..., Any], kwargs: Mapping[str, Any]) -> None
             raise InputError(f"{name!r} is no input of the model", fix=f"Nimble(model, Options({like}=...))")
 
 
-def input_hint(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+def _input_hint(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Say what to pass in place of an input that models seldom take; empty if there is none."""
     for one in (*args, *kwargs.values()):
         if type(one).__module__ == "numpy":
@@ -43,8 +48,66 @@ def mistakes_explained(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterat
         yield
     except (TypeError, AttributeError, InputError) as error:
         missing = "prepare(x, y), compare(model, x, y)" if "forward() missing" in str(error) else ""
-        fix = input_hint(args, kwargs) or (missing and f"pass an example of each input: {missing}")
+        fix = _input_hint(args, kwargs) or (missing and f"pass an example of each input: {missing}")
         if not fix or (isinstance(error, InputError) and not error.what.startswith("no tensor")):
             raise
         what = error.what if isinstance(error, InputError) else f"the model does not take these: {first_line(error)}"
         raise InputError(what, fix=fix) from error
+
+
+def unprepared_call(
+    model: Callable[..., Any],
+    engines: Sequence[Engine],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    training: bool,
+    freed: bool,
+) -> InputError:
+    """Return the error for a call that no engine serves.
+
+    Args:
+        model: what was prepared.
+        engines: what it was prepared as.
+        args: positional inputs of the call.
+        kwargs: its keyword inputs.
+        training: whether the model is in training mode.
+        freed: whether engines were closed before.
+    """
+    if not engines:
+        since = " any more: close(), or a move or conversion, freed what was" if freed else ""
+        return InputError(
+            f"nothing is prepared in this Nimble of {model_name(model)}{since}",
+            fix=f"call prepare(*example_inputs) on it {'again' if since else 'first'}",
+        )
+    in_mode = [engine for engine in engines if engine.mode == training]
+    if not in_mode:
+        words = ("training", "evaluation") if training else ("evaluation", "training")
+        return InputError(
+            f"the model is in {words[0]} mode, the engines were prepared in {words[1]} mode",
+            fix=f"model.{'eval' if training else 'train'}(), or prepare again",
+        )
+    for engine in in_mode:
+        if engine.autocast and engine.signature.bind(args, kwargs) is not None:
+            return InputError(
+                f"no engine is prepared under this autocast: {engine.autocast.change()}",
+                where=f"prepared: {engine.signature}",
+                fix="call under the same torch.autocast as prepare(...), or prepare(...) under this one as well, "
+                f"or {_OTHER_ANSWERS}",
+            )
+    names = model.input_names if isinstance(model, Around) else ()
+    elsewhere = [one.autocast is not None and not one.autocast.holds() for one in in_mode]
+    near, listed = nearest([one.signature for one in in_mode], elsewhere, args, kwargs, names)
+    why = near.explain(args, kwargs)
+    return InputError(
+        f"no engine is prepared for these inputs: {why}",
+        where=f"prepared: {listed}",
+        fix=(": expected a tensor, given" in why and _input_hint(args, kwargs))
+        or (not (args or kwargs) and "call it with the inputs: net(x)")
+        or f"prepare(...) for them as well, or {_OTHER_ANSWERS}",
+    )
+
+
+def model_name(model: Callable[..., Any]) -> str:
+    """Return the name of a function, or of a module's class."""
+    return getattr(model, "__name__", type(model).__name__)

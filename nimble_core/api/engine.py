@@ -21,9 +21,7 @@ from nimble_core.tracing.autocast import Autocast
 from nimble_core.tracing.folded_weights import Folded
 from nimble_core.tracing.input_aliasing import Apart
 from nimble_core.tracing.provenance import warn
-from nimble_core.tracing.recorded import (
-    Recorded,
-)
+from nimble_core.tracing.recorded import Recorded
 from nimble_core.tracing.signature import Signature
 from nimble_core.training.autograd_function import Backward
 from nimble_core.utils.errors import InputError

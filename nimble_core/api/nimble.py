@@ -11,10 +11,9 @@ from typing import Any, Never
 
 import torch
 
-from nimble_core.api.call_mistakes import refuse_options
+from nimble_core.api.call_mistakes import model_name, refuse_options, unprepared_call
 from nimble_core.api.engine import Engine
 from nimble_core.api.prepare_engine import prepare_inference, prepare_training
-from nimble_core.api.unprepared_call import model_name, unprepared_call
 from nimble_core.api.wrapped_module import WrappedModule
 from nimble_core.guards.transforms import transform_of, transforming
 from nimble_core.scheduling.options import Options, option_like, require_flag, require_options

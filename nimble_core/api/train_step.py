@@ -42,9 +42,6 @@ class _Present(NamedTuple):
     positions: frozenset[int]
 
 
-_NONE = _Present(frozenset(), frozenset())
-
-
 class TrainStep:
     """One training step, prepared ahead of time: zeroed gradients, forward, loss, backward, optimizer.
 

@@ -30,8 +30,7 @@ from nimble_core.tracing.recorded import Recorded
 from nimble_core.tracing.recording import Recording
 from nimble_core.tracing.strides import copied
 from nimble_core.training.gradient_accumulation import ACCUMULATING, accumulate, set_aside
-from nimble_core.training.partial_backward import calls_only_for, draws_attention_masks, issued_without
-from nimble_core.training.write_guard import WriteGuard
+from nimble_core.training.partial_backward import calls_only_for, draws_attention_masks, issued
 from nimble_core.utils.errors import InputError
 
 __all__ = ["Backward", "Fixed"]
@@ -86,11 +85,10 @@ class Backward:
         separately: captures the backward again, in memory of its own, for graphs that are kept; None where ``tuned``
             leaves what was saved alone anyway.
         shown: the outputs, by position, that are given out as they lie in the forward's memory; others are copied.
-        guarded: positions of those whose memory the backward reads.
         repeated: outputs, by position, that share memory with an earlier one: on the host, too, they are copied, since
             in autograd's graph each output stands for itself.
-        read: tensors that exist before the forward and that the backward reads, by name: parameters, trained or not,
-            buffers and constants.
+        read: what the backward reads and others may write before it, by name: parameters, trained or not, buffers,
+            constants, and outputs in ``shown``.
         using_memory: held while the forward's memory is written, or read for a backward, so that no other thread's
             forward comes between a run and what belongs to it. On the host each forward has memory of its own, and
             nothing is held.
@@ -112,10 +110,8 @@ class Backward:
     borrowed: tuple[int, ...]
     separately: Callable[[], Executable] | None = None
     shown: Mapping[int, torch.Tensor] = field(default_factory=dict)
-    guarded: tuple[int, ...] = ()
     repeated: frozenset[int] = frozenset()
     read: tuple[tuple[str, torch.Tensor], ...] = ()
-    guard: WriteGuard = field(init=False)
     using_memory: AbstractContextManager[Any] = field(init=False)
     _names: tuple[str, ...] = field(init=False)
     _flagged: list[torch.Tensor] = field(init=False)
@@ -135,7 +131,6 @@ class Backward:
         self._required = [flag for _, _, flag in self.flags]
         names = {id(parameter): name for parameter, name, _ in self.flags}
         self._names = tuple(names[id(parameter)] for parameter in self.parameters)
-        self.guard = WriteGuard(self.read, [self.shown[at] for at in self.guarded])
 
     @property
     def outputs(self) -> int:
@@ -194,6 +189,10 @@ class Backward:
             one.detach() if at in self.shown else copied(one, self.layouts[at]) for at, one in enumerate(outputs)
         )
 
+    def versions(self) -> list[int]:
+        """Return version counters of what the backward reads; fused optimizers and ``.data`` raise none."""
+        return [tensor._version for _, tensor in self.read]
+
     def renew(self) -> None:
         """Raise the versions of what the forward has shown, and is about to write: a loss that kept it is told so."""
         if self.shown:
@@ -241,6 +240,16 @@ class Backward:
             )
         pending.done = True
 
+    def require_unwritten(self, before: list[int]) -> None:
+        """Raise InputError for a write in place since the versions were ``before``."""
+        for (name, _), was, now in zip(self.read, before, self.versions(), strict=True):
+            if was != now:
+                raise InputError(
+                    f"{name} was written between the forward and its backward, which reads it",
+                    fix="call backward() before optimizer.step(), and before other writes in place; of an output, "
+                    'write a copy, or prepare with Options(outputs="copy")',
+                )
+
     def replay(
         self, given: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor], *, keep: bool
     ) -> list[torch.Tensor | None]:
@@ -259,7 +268,7 @@ class Backward:
         with torch.no_grad(), ACCUMULATING if mine else nullcontext():
             aside: dict[int, torch.Tensor] = {}
             if executable is None:
-                found = issued_without(self.plain, [*inputs, *saved], without, self.device_type)
+                found = issued(self.plain, [*inputs, *saved], self.device_type, without)
             else:
                 if mine:
                     aside = set_aside(self.parameters, executable, mine)
@@ -388,7 +397,7 @@ class _Replay(torch.autograd.Function):
         made = run(tensors)
         ctx.half, ctx.owner, ctx.count = half, owner, count
         ctx.pending, ctx.round = half.begin()
-        ctx.before = half.guard.at_forward()
+        ctx.before = half.versions()
         ctx.set_materialize_grads(False)
         outputs = half.own(made)
         # Autograd looks after what it saves: freed by the backward, refused if written meanwhile.
@@ -420,7 +429,7 @@ class _Replay(torch.autograd.Function):
         keep = graph_is_kept()
         with half.using_memory:  # no other thread's forward may overwrite what this reads
             half.end(ctx.pending, ctx.round)
-            half.guard.require_unchanged(ctx.before)
+            half.require_unwritten(ctx.before)
             found = half.replay([gradients[at] for at in half.differentiable], saved, keep=keep)
         if half.device_type == "cuda":
             _callers_stream_follows(half.templates[0].device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -10,18 +10,37 @@ from nimble_core.tracing.operator_traits import overlaps_itself, storage_address
 from nimble_core.tracing.strides import share_bytes, with_strides_of
 from nimble_core.utils.errors import InputError
 
-__all__ = ["in_own_memory", "require_dense", "require_no_tensor_hooks"]
+__all__ = ["gradients_of", "require_no_tensor_hooks"]
 
 
-def require_dense(found: Sequence[torch.Tensor | None], names: Sequence[str]) -> None:
-    """Raise InputError for a gradient that is sparse: how much memory it takes depends on data."""
-    for one, name in zip(found, names, strict=True):
-        if one is not None and one.layout is not torch.strided:
+def gradients_of(
+    outputs: Sequence[torch.Tensor],
+    given: Sequence[torch.Tensor] | None,
+    sources: Mapping[str, torch.Tensor],
+    others: Iterable[torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """Differentiate ``outputs``; return gradients of those ``sources`` that they depend on, by name.
+
+    Args:
+        outputs: tensors with a history.
+        given: gradients of these; None for one number.
+        sources: leaves.
+        others: tensors whose memory a gradient may not share.
+
+    Raises:
+        InputError: a gradient is sparse: how much memory it takes depends on data.
+    """
+    found = torch.autograd.grad(outputs, list(sources.values()), given, allow_unused=True)
+    made = {name: one for name, one in zip(sources, found, strict=True) if one is not None}
+    for name, one in made.items():
+        if one.layout is not torch.strided:
             raise InputError(
                 "a gradient is sparse: only dense ones can be replayed",
                 where=name,
                 fix="make the embedding with sparse=False",
             )
+    own = _in_own_memory(list(made.values()), [sources[name] for name in made], others)
+    return dict(zip(made, own, strict=True))
 
 
 def require_no_tensor_hooks(named: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -34,7 +53,7 @@ def require_no_tensor_hooks(named: Iterable[tuple[str, torch.Tensor]]) -> None:
             )
 
 
-def in_own_memory(
+def _in_own_memory(
     found: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], others: Iterable[torch.Tensor]
 ) -> list[torch.Tensor]:
     """Lay gradients out like what they belong to, and copy those that share bytes with each other or with ``others``.

@@ -20,7 +20,7 @@ from nimble_core.tracing.pytree import Structure, builder, flatten
 from nimble_core.tracing.recorded import Recorded, record_static, state_kept
 from nimble_core.tracing.signature import require_unchanged
 from nimble_core.tracing.step_wrapper import Around
-from nimble_core.training.gradients import in_own_memory, require_dense
+from nimble_core.training.gradients import gradients_of
 from nimble_core.utils.errors import InputError
 
 __all__ = ["ForwardBackward", "in_better_layout", "turnable"]
@@ -90,26 +90,16 @@ class ForwardBackward(Around):
             if gradients is None:
                 gradients = self.templates = tuple(torch.ones_like(one.detach()) for one in wanted)
             named = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
-            leaves = [tensors[position] for position in self.leaves]
-            reached, self.functions = _reached(wanted, [*named.values(), *leaves])
+            leaves = {f"input {position}": tensors[position] for position in self.leaves}
+            reached, self.functions = _reached(wanted, named | leaves)
             with phase("backward"), no_autocast(wanted[0].device.type), _hooks_silent(named.values()):
-                found = torch.autograd.grad(wanted, [*named.values(), *leaves], list(gradients), allow_unused=True)
-                require_dense(found, [*named, *(f"input {position}" for position in self.leaves)])
-                sources = [
-                    source for source, one in zip([*named.values(), *leaves], found, strict=True) if one is not None
-                ]
-                gradients_made = in_own_memory(
-                    [one for one in found if one is not None],
-                    sources,
-                    [*tensors, *gradients, *self.model.parameters()],
-                )
-        self.present = tuple(name for name, one in zip(named, found, strict=False) if one is not None)
-        kept = [at for at, one in enumerate(found) if one is not None]
-        self.reached = tuple(frozenset(kept.index(at) for at in one if at in kept) for one in reached)
-        self.leaves_present = tuple(
-            position for position, one in zip(self.leaves, found[len(named) :], strict=True) if one is not None
-        )
-        return [one.detach() for one in outputs], gradients_made
+                others = [*tensors, *gradients, *self.model.parameters()]
+                found = gradients_of(wanted, gradients, named | leaves, others)
+        self.present = tuple(name for name in named if name in found)
+        self.leaves_present = tuple(position for position in self.leaves if f"input {position}" in found)
+        order = list(found)
+        self.reached = tuple(frozenset(order.index(name) for name in one if name in found) for one in reached)
+        return [one.detach() for one in outputs], list(found.values())
 
 
 def in_better_layout(device: Device, whole: ForwardBackward, joint: Recorded, options: Options, step: Step) -> Recorded:
@@ -184,14 +174,14 @@ def _hooks_silent(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def _reached(
-    outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
-) -> tuple[list[frozenset[int]], tuple[frozenset[tuple[int, int]], ...]]:
+    outputs: Sequence[torch.Tensor], sources: Mapping[str, torch.Tensor]
+) -> tuple[list[frozenset[str]], tuple[frozenset[tuple[int, int]], ...]]:
     """Follow each output back through autograd's graph.
 
-    Returns, for each output, the positions of the ``sources``, leaves, that its gradient reaches; and which outputs of
+    Returns, for each output, the names of the ``sources``, leaves, that its gradient reaches; and which outputs of
     autograd functions written in Python it comes from, as numbers of the function, over all outputs, and the output.
     """
-    positions = {torch.autograd.graph.get_gradient_edge(one).node: at for at, one in enumerate(sources)}
+    names = {torch.autograd.graph.get_gradient_edge(one).node: name for name, one in sources.items()}
     numbers: dict[Any, int] = {}
     reached, functions = [], []
     for output in outputs:
@@ -208,6 +198,6 @@ def _reached(
             if node not in seen:
                 seen.add(node)
                 pending += node.next_functions
-        reached.append(frozenset(positions[node] for node in seen if node in positions))
+        reached.append(frozenset(names[node] for node in seen if node in names))
         functions.append(frozenset(own))
     return reached, tuple(functions)

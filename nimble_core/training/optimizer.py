@@ -7,12 +7,18 @@ capturable form, with learning rates and counters as tensors on the device: neit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, nullcontext
 from operator import attrgetter, is_
+from typing import Any
 
 import torch
 
 from nimble_core.guards.module_guard import same_objects
+from nimble_core.torch_compat.members import CAPTURABLE_DEVICES
 from nimble_core.tracing.strides import with_strides_of
 from nimble_core.training.optimizer_forms import (
     group_place,
@@ -22,8 +28,8 @@ from nimble_core.training.optimizer_forms import (
     require_stock,
 )
 from nimble_core.training.optimizer_state import LearningRates, OptimizerState, layout_of
-from nimble_core.training.optimizer_step import run_step, state_after_a_step
 from nimble_core.utils.errors import InputError
+from nimble_core.utils.locks import free_after_fork
 
 __all__ = ["CapturedOptimizer"]
 
@@ -31,6 +37,7 @@ _PREPARE = "prepare again, with a new TrainStep"
 _CYCLES = "; for a scheduler such as OneCycleLR, cycle_momentum=False"
 
 _requires_grad = attrgetter("requires_grad")
+_patching = free_after_fork(threading.RLock())
 
 
 class CapturedOptimizer:
@@ -74,7 +81,7 @@ class CapturedOptimizer:
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device | str) -> None:
         self.device = torch.empty(0, device=device).device  # with its index
-        self._kind = require_stock(optimizer)
+        require_stock(optimizer)
         require_no_hooks(optimizer)
         self.optimizer = optimizer
         self._groups = tuple(groups_of(optimizer, self.device))
@@ -89,7 +96,7 @@ class CapturedOptimizer:
         self._layouts = tuple(map(layout_of, self.parameters))
         self._rates = LearningRates(optimizer, self.device)
         made = (
-            state_after_a_step(optimizer, self._kind, {**group.options, "lr": 1.0}, self.parameters[position])
+            _state_after_a_step(optimizer, {**group.options, "lr": 1.0}, self.parameters[position])
             for group in self._groups
             for position in group.positions
         )
@@ -172,7 +179,7 @@ class CapturedOptimizer:
             members = [self.parameters[position] for position in group.positions if position in part]
             groups.append({**group.options, "lr": rate, "params": members})
         state = {self.parameters[position]: dict(self.state[position]) for position in part if self.state[position]}
-        run_step(self.optimizer, self._kind, groups, state, found_inf)
+        _run_step(self.optimizer, groups, state, found_inf)
 
     def _require_layouts(self) -> None:
         for parameter, layout, place in zip(self.parameters, self._layouts, self._places, strict=True):
@@ -233,3 +240,64 @@ class CapturedOptimizer:
                         fix=_PREPARE + _CYCLES * (key in ("momentum", "betas")),
                     )
         return self._rates.changed()
+
+
+def _run_step(
+    optimizer: torch.optim.Optimizer,
+    groups: Sequence[dict[str, Any]],
+    state: Mapping[torch.Tensor, dict[str, torch.Tensor]],
+    found_inf: torch.Tensor | None = None,
+) -> Mapping[torch.Tensor, dict[str, Any]]:
+    """Run torch's step, without hooks, on other groups and state than the user's; return the state that it leaves.
+
+    The user's optimizer stays as it is: a shadow optimizer steps, which shares its other attributes.
+
+    Args:
+        optimizer: the user's.
+        groups: parameter groups of the shadow, whose parameters hold their gradients in ``.grad``.
+        state: for parameters of these groups; its tensors are written in place.
+        found_inf: one number on the device: 1 if this step is to be left out (fused forms only).
+    """
+    kind = type(optimizer)
+    shadow: torch.optim.Optimizer = object.__new__(kind)
+    own = {
+        "param_groups": [group for group in groups if group["params"]],
+        "state": defaultdict(dict, state),
+        "grad_scale": None,
+        "found_inf": found_inf,
+        "_warned_capturable_if_run_uncaptured": True,
+        "_need_device_dtype_check_for_fused": False,  # the form was chosen by devices and types
+    }
+    vars(shadow).update({**vars(optimizer), **own})
+    step: Callable[..., Any] = kind.step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    device = next(one.device for group in groups for one in group["params"])
+    with _capturable_on_the_host(kind) if device.type == "cpu" else nullcontext():
+        step(shadow)
+    return shadow.state
+
+
+def _state_after_a_step(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Return the state that a first step with zero gradients makes for a parameter like this one."""
+    stand_in = like.detach().clone()
+    stand_in.grad = torch.zeros_like(stand_in)
+    return dict(_run_step(optimizer, [{**group, "params": [stand_in]}], {}).get(stand_in, {}))
+
+
+@contextmanager
+def _capturable_on_the_host(kind: type[torch.optim.Optimizer]) -> Iterator[None]:
+    """Let capturable forms run on the host: torch asserts that they run on accelerators, their formulas do not."""
+    name = CAPTURABLE_DEVICES
+    modules = dict.fromkeys(sys.modules[one.__module__] for one in kind.__mro__)
+    with _patching:
+        before = [(module, getattr(module, name)) for module in modules if hasattr(module, name)]
+        try:
+            for module, supported in before:
+                setattr(module, name, lambda *args, _of=supported, **kwargs: [*_of(*args, **kwargs), "cpu"])
+            yield
+        finally:
+            for module, supported in before:
+                setattr(module, name, supported)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -17,20 +17,8 @@ from nimble_core.utils.errors import InputError
 __all__ = ["LearningRates", "OptimizerState", "layout_of"]
 
 
-class _Difference(NamedTuple):
-    """A tensor of the user's state that is not ours.
-
-    Args:
-        entry: the user's state of a parameter.
-        key: the name in it.
-        ours: the tensor that a replay reads and writes.
-        theirs: the tensor that is there.
-    """
-
-    entry: dict[str, Any]
-    key: str
-    ours: torch.Tensor
-    theirs: torch.Tensor
+_Difference = tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]
+"""A tensor of the user's state that is not ours: the user's entry, the name in it, our tensor, and theirs."""
 
 
 class OptimizerState:
@@ -114,7 +102,7 @@ class OptimizerState:
                 what = f"{key} in the optimizer's state has shape {list(theirs.shape)}, not {list(ours.shape)}"
                 raise InputError(what, where=self._places[at], fix="load the state of this model")
             if theirs is not ours:
-                yield _Difference(held, key, ours, theirs)
+                yield held, key, ours, theirs
 
 
 def _take_over(kept: dict[str, torch.Tensor], differences: Iterable[_Difference]) -> None:
@@ -127,7 +115,7 @@ def _take_over(kept: dict[str, torch.Tensor], differences: Iterable[_Difference]
 def _copy(differences: Sequence[_Difference]) -> None:
     if differences:
         with torch.no_grad():
-            foreach_copy_([one.ours for one in differences], [one.theirs for one in differences])
+            foreach_copy_([ours for _, _, ours, _ in differences], [theirs for _, _, _, theirs in differences])
 
 
 def _present(held: Mapping[str, Any] | None) -> bool:

@@ -9,7 +9,7 @@ import torch
 from nimble_core.ir.program import Call, Program
 from nimble_core.tracing.recording import Issuer, Recording, issuing
 
-__all__ = ["calls_only_for", "draws_attention_masks", "issued_without"]
+__all__ = ["calls_only_for", "draws_attention_masks", "issued"]
 
 
 def calls_only_for(program: Program, gradients: int, absent: Set[int]) -> frozenset[int]:
@@ -32,10 +32,13 @@ def calls_only_for(program: Program, gradients: int, absent: Set[int]) -> frozen
     return frozenset(found)
 
 
-def issued_without(
-    recording: Recording, inputs: Sequence[torch.Tensor], without: Collection[int], device_type: str
+def issued(
+    recording: Recording, inputs: Sequence[torch.Tensor], device_type: str, without: Collection[int] = ()
 ) -> list[torch.Tensor]:
-    """Issue a recording call by call; return its outputs, with zeros for what the calls in ``without`` would make."""
+    """Issue a recording call by call; return its outputs, with zeros for what the calls in ``without`` would make.
+
+    Memory is freed after its last use, as in eager.
+    """
     program, kept = recording.program, {recording.storage_of[slot] for slot in recording.outputs}
     last = {access.ref.storage: call.index for call in program.calls for access in call.accesses}
     issuer = Issuer(recording, inputs)

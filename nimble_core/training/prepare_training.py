@@ -32,6 +32,7 @@ from nimble_core.tracing.static_check import check_outputs
 from nimble_core.tracing.strides import share_bytes, strides_of_copy
 from nimble_core.training.autograd_function import Backward, Fixed
 from nimble_core.training.joint_function import ForwardBackward, in_better_layout
+from nimble_core.training.partial_backward import issued
 from nimble_core.training.partition import Halves, halve
 from nimble_core.training.saved_tensors import leading, lent
 from nimble_core.utils.errors import CaptureError
@@ -254,7 +255,7 @@ def _backward(
     whole, halves = joint.whole, joint.halves
     named = dict(whole.model.named_parameters())
     refs = joint.recorded.recording.program.outputs[: joint.outputs]
-    made = left.saved[: halves.saved_outputs]
+    made, shown = left.saved[: halves.saved_outputs], left.shown.values()
     return Backward(
         tuned=behind,
         plain=plain,
@@ -274,9 +275,8 @@ def _backward(
         if left.lender is not None
         else None,
         shown=left.shown,
-        guarded=tuple(at for at, one in left.shown.items() if any(share_bytes(one, other) for other in made)),
         repeated=_repeated(left.outputs),
-        read=_read(halves),
+        read=(*_read(halves), *(("an output", one) for one in shown if any(share_bytes(one, other) for other in made))),
     )
 
 
@@ -291,18 +291,10 @@ def _captured_separately(device: Device, behind: Tuned, memory_limit: int | None
         CaptureError: as ``capture``.
     """
     recorded = replace(behind.recorded, lender=None)
-    last: dict[int, int] = {}
-    for call in recorded.recording.program.calls:
-        last |= dict.fromkeys((access.ref.storage for access in call.accesses), call.index)
     tuned = device.libraries_tuned() if recorded.recording.program.fuse != "none" else nullcontext()
     with preparing(recorded.model, _PATIENCE_S), state_kept(recorded):
-        with issuing(recorded.signature.device.type), tuned:
-            issuer = Issuer(recorded.recording, recorded.signature.tensors)
-            for call in recorded.recording.program.calls:
-                issuer.issue(call.index)
-                for storage in {one.ref.storage for one in call.accesses if last[one.ref.storage] == call.index}:
-                    issuer.release(storage)
-            del issuer
+        with tuned:
+            issued(recorded.recording, recorded.signature.tensors, recorded.signature.device.type)
         return capture(device, recorded, behind.best.schedule, memory_limit=memory_limit, costs=behind.costs)
 
 

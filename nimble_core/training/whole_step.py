@@ -16,7 +16,7 @@ from nimble_core.tracing.pytree import builder, flatten, leaf_paths
 from nimble_core.tracing.signature import require_unchanged
 from nimble_core.tracing.step_wrapper import Around
 from nimble_core.tracing.strides import with_strides_of
-from nimble_core.training.gradients import in_own_memory, require_dense, require_no_tensor_hooks
+from nimble_core.training.gradients import gradients_of, require_no_tensor_hooks
 from nimble_core.training.loss_checks import require_scalar
 from nimble_core.training.optimizer import CapturedOptimizer
 from nimble_core.utils.errors import InputError
@@ -166,12 +166,8 @@ class WholeStep(Around):
                 if self.scaler is not None:
                     scaled = scaled * _scale_of(self.scaler, loss.device)[0]
             with phase("backward"), no_autocast(loss.device.type):
-                found = torch.autograd.grad(scaled, list(trained.values()), allow_unused=True)
-                require_dense(found, list(trained))
-                made = {name: one for name, one in zip(trained, found, strict=True) if one is not None}
-                sources = [trained[name] for name in made]
-                gradients = in_own_memory(list(made.values()), sources, [*data, *trained.values(), *self.buffers()])
-        return loss.detach(), _detached(output), dict(zip(made, gradients, strict=True))
+                gradients = gradients_of([scaled], None, trained, [*data, *trained.values(), *self.buffers()])
+        return loss.detach(), _detached(output), gradients
 
     def _summed(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         sums = {name: self.kept[name] for name in gradients}

@@ -14,10 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nimble_core import Nimble
 from nimble_core.scheduling.options import Options
-from tests.support.training_problems import (
-    made,
-    twin,
-)
+from tests.support.training_problems import made, twin
 
 QUICK = Options(tune="off", policy="single")
 
@@ -53,7 +50,9 @@ class Place:
 
 HOST = Place("cpu", QUICK, exact=0.0, near=1e-6)
 
-GPU = Place("cuda", Options(tune="off", policy="nimble"), exact=CLOSE, near=CLOSE)
+STREAMS = Options(tune="off", policy="nimble")
+
+GPU = Place("cuda", STREAMS, exact=CLOSE, near=CLOSE)
 
 
 @pytest.fixture(params=[HOST, pytest.param(GPU, marks=pytest.mark.gpu)], ids=lambda place: place.device)
@@ -61,6 +60,19 @@ def on(request: pytest.FixtureRequest) -> Iterator[Place]:
     """Each place; on a GPU products and convolutions are in float32, by the same kernels in each run."""
     with exact_products() if request.param.cuda else nullcontext():
         yield request.param
+
+
+@pytest.fixture
+def exact() -> Iterator[None]:
+    """Products and convolutions in float32, by the same kernels in each run."""
+    with exact_products():
+        yield
+
+
+def on_gpu(*tensors: torch.Tensor) -> Any:
+    """Move tensors to the GPU."""
+    moved = tuple(one.to("cuda") for one in tensors)
+    return moved if len(moved) > 1 else moved[0]
 
 
 @contextmanager

@@ -299,10 +299,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
-    return [one for one in model.parameters() if one.requires_grad]
-
-
 def twin(model: nn.Module) -> nn.Module:
     """Copy a module with its memory; that of cuDNN's recurrent layers in one piece, as in the original."""
     found = copy.deepcopy(model)
@@ -310,42 +306,6 @@ def twin(model: nn.Module) -> nn.Module:
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
     return found
-
-
-class Gan:
-    """A generator and a discriminator, as whole steps and eager."""
-
-    def __init__(self, device: str = "cpu") -> None:
-        torch.manual_seed(3)
-        self.generator = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2)).to(device)
-        self.critic = nn.Sequential(nn.Linear(2, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1)).to(device)
-        self.g = torch.optim.Adam(self.generator.parameters(), lr=2e-3, betas=(0.5, 0.999), fused=True)
-        self.d = torch.optim.Adam(self.critic.parameters(), lr=2e-3, betas=(0.5, 0.999), fused=True)
-
-    def fools(self, fake: torch.Tensor) -> torch.Tensor:
-        return F.softplus(-self.critic(fake)).mean()
-
-    def tells(self, scores: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return F.softplus(-scores[0]).mean() + F.softplus(scores[1]).mean()
-
-
-class Pair(nn.Module):
-    """One network on real and made data."""
-
-    def __init__(self, critic: nn.Module) -> None:
-        super().__init__()
-        self.critic = critic
-
-    def forward(self, real: torch.Tensor, fake: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.critic(real), self.critic(fake)
-
-
-def gan_data(count: int, device: str = "cpu") -> list[tuple[torch.Tensor, torch.Tensor]]:
-    torch.manual_seed(5)
-    angles = torch.rand(count, 16) * 6.3
-    return [
-        (torch.stack([one.cos(), one.sin()], 1).to(device), torch.randn(16, 4).to(device)) for one in angles.unbind()
-    ]
 
 
 class Recomputed(nn.Module):

@@ -16,15 +16,7 @@ from nimble_core import Nimble
 from nimble_core.api.train_step import TrainStep
 from nimble_core.scheduling.options import Options
 from nimble_core.tracing.pytree import flatten
-from tests.support.training_problems import (
-    OPTIMIZERS,
-    Gan,
-    Pair,
-    Problem,
-    gan_data,
-    made,
-    twin,
-)
+from tests.support.training_problems import OPTIMIZERS, Problem, made, twin
 
 QUICK = Options(tune="off", policy="single")
 ROUNDED = 1e-5
@@ -173,53 +165,6 @@ def train_both(given: Problem, step: TrainStep, eager: Eager, count: int = 4, *,
             state_of(eager.model, eager.optimizer, eager.scaler),
             rtol=rtol,
         )
-
-
-def curves(
-    name: str, steps: int, *, device: str = "cpu", rtol: float = 0.0, **how: Any
-) -> tuple[list[float], list[float]]:
-    """Losses of both over many steps on a few batches."""
-    given, step, eager = both(name, device=device, **how)
-    batches = [given.draw() for _ in range(4)]
-    mine, theirs = [], []
-    for at in range(steps):
-        torch.manual_seed(at)
-        mine.append(step(*batches[at % 4]))
-        torch.manual_seed(at)
-        theirs.append(eager(*batches[at % 4]))
-    step.close()
-    return torch.stack(mine).tolist(), torch.stack(theirs).tolist()
-
-
-def gan_curves(steps: int, device: str = "cpu", options: Options = QUICK) -> tuple[list[float], list[float]]:
-    """Losses of discriminator and generator, one after the other, of prepared and eager training."""
-    ours, theirs = Gan(device), Gan(device)
-    data = gan_data(steps, device)
-    real, noise = data[0]
-    with torch.no_grad():
-        example = torch.zeros_like(real)
-    d_step = TrainStep(Pair(ours.critic), ours.tells, ours.d, options=options).prepare((real, example))
-    g_step = TrainStep(ours.generator, ours.fools, ours.g, options=options).prepare(noise)
-    mine, expected = [], []
-    for real, noise in data:
-        with torch.no_grad():
-            fake = ours.generator(noise)
-        mine += [d_step((real, fake)), g_step(noise)]
-        with torch.no_grad():
-            fake = theirs.generator(noise)
-        theirs.d.zero_grad()
-        loss = theirs.tells(Pair(theirs.critic)(real, fake))
-        loss.backward()
-        theirs.d.step()
-        expected.append(loss.detach())
-        theirs.g.zero_grad()
-        loss = theirs.fools(theirs.generator(noise))
-        loss.backward()
-        theirs.g.step()
-        expected.append(loss.detach())
-    d_step.close()
-    g_step.close()
-    return torch.stack(mine).tolist(), torch.stack(expected).tolist()
 
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any = None) -> list[Any]:

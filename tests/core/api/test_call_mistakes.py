@@ -35,16 +35,13 @@ class TwoInputs(torch.nn.Module):
 
 
 MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
-    "a list": (lambda: Nimble(MODEL, OPTIONS).prepare([X]), r"separately: prepare\(\*inputs\)"),
     "a tuple": (lambda: compare(MODEL, (X,), options=OPTIONS), r"separately: .*compare\(model, \*inputs\)"),
     "a list, asked for an attribute": (lambda: Nimble(shows, OPTIONS).prepare([X]), "separately"),
     "a dict": (lambda: Nimble(MODEL, OPTIONS).prepare({"input": X}), r"by name: prepare\(\*\*inputs\)"),
-    "an array": (lambda: Nimble(MODEL, OPTIONS).prepare(X.numpy()), r"torch\.from_numpy\(x\)"),
     "an array to compare": (lambda: compare(MODEL, X.numpy()), r"torch\.from_numpy\(x\)"),
     "an array later": (lambda: Nimble(MODEL, OPTIONS).prepare(X)(X.numpy()), r"torch\.from_numpy\(x\)"),
     "an input less": (lambda: Nimble(TwoInputs(), OPTIONS).prepare(X), "an example of each input"),
     "no inputs": (lambda: Nimble(MODEL, OPTIONS).prepare(X)(), r"net\(x\)"),
-    "an option in prepare": (lambda: Nimble(MODEL).prepare(X, tune="off"), r"Nimble\(model, Options\(tune="),
     "an option that is swallowed": (lambda: Nimble(Loose()).prepare(X, max_stream=1), r"Options\(max_streams="),
     "an option of Nimble": (lambda: Nimble(MODEL, max_stream=1), r"Nimble\(model, Options\(max_streams="),  # type: ignore[arg-type]
     "a keyword of nothing": (lambda: Nimble(MODEL, x=X), r"prepare\(\*inputs\)"),  # type: ignore[arg-type]

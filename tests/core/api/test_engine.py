@@ -15,20 +15,11 @@ from torch import nn
 from nimble_core.api.nimble import Nimble
 from nimble_core.scheduling.options import Options
 from nimble_core.tracing.folded_weights import Folded
-from nimble_core.tracing.pytree import flatten
-from nimble_core.utils.errors import DeviceError, InputError
+from nimble_core.utils.errors import DeviceError
 from tests.support.folded_models import Foldable, example, folded_engine, made, with_folds
+from tests.support.values import close
 
 QUICK = Options(tune="off")
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
-def close(a: Any, b: Any) -> None:
-    torch.testing.assert_close(flatten(a)[0], flatten(b)[0], rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 def step(model: nn.Module, **options: Any) -> None:
@@ -99,24 +90,6 @@ def test_folded_weights_follow_whatever_changes_them(
     net.close()
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_folded_once_for_each_change(first: bool) -> None:
-    model = made()
-    net, counted = folded_engine(model, check_first=first)
-    outputs = net(example())
-    assert counted.times == 0
-    for change in SHOWN:
-        counted.times = 0
-        change(model)
-        assert counted.times == 0
-        other = net(example())
-        assert not torch.equal(other, outputs)
-        net(example())
-        assert counted.times == 1
-        outputs = other
-    net.close()
-
-
 def test_writes_past_the_version_counter_need_refresh() -> None:
     model = made()
     net, counted = folded_engine(model, check_first=False)
@@ -131,18 +104,6 @@ def test_writes_past_the_version_counter_need_refresh() -> None:
     net.close()
     net.refresh()
     Nimble(model).refresh()
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_folded_weights_in_other_memory_are_refused(first: bool) -> None:
-    model = made()
-    net, _ = folded_engine(model, check_first=first)
-    model.q.weight.data = torch.zeros_like(model.q.weight)
-    for use in (lambda: net(example()), net.refresh):
-        with pytest.raises(InputError, match=r"q.weight has other memory") as caught:
-            use()
-        assert "prepare" in caught.value.fix
-    net.close()
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -162,38 +123,6 @@ def test_folding_that_fails_is_tried_again(first: bool) -> None:
     counted.compute = compute
     with torch.no_grad():
         close(net(example()), model(example()))
-    net.close()
-
-
-class Counter(nn.Module):
-    """Counts its runs in a buffer, and writes its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-        self.register_buffer("runs", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.runs.add_(1)
-        return x.add_(self.weight * 2)
-
-
-def test_what_writes_state_or_inputs_runs_once() -> None:
-    model = Counter().eval()
-    folds = Folded(lambda: [model.weight * 2], (model.weight.detach() * 2,), (("weight", model.weight),))
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        model.runs.add_(1)
-        return x.add_(folds.constants[0])
-
-    net = with_folds(model, folds, run, torch.zeros(3), check_first=True)
-    for turn in range(1, 4):
-        with torch.no_grad():
-            model.weight.add_(turn)
-        x = torch.zeros(3)
-        close(net(x), model.weight.detach() * 2)
-        close(x, model.weight.detach() * 2)
-        assert int(model.runs) == turn
     net.close()
 
 

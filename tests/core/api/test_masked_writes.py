@@ -12,36 +12,10 @@ from torch import nn
 
 from nimble_core.api.nimble import Nimble
 from nimble_core.scheduling.options import Options
-from nimble_core.tracing.pytree import flatten
 from nimble_core.utils.errors import CaptureError
+from tests.support.values import close
 
 QUICK = Options(tune="off")
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
-def close(a: Any, b: Any) -> None:
-    torch.testing.assert_close(flatten(a)[0], flatten(b)[0], rtol=1e-5, atol=1e-5, equal_nan=True)
-
-
-@pytest.mark.parametrize("fuse", ["none", "library"])
-def test_what_is_written_where_a_mask_is_true(fuse: Any) -> None:
-    """On the host nobody waits to count the places."""
-
-    def model(x: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        zeroed, given = x.clone(), x * 1
-        zeroed[x > 0] = 0.0
-        given[given < -1] = value
-        given[:, :2][x[:, :2] > 1] = 3
-        return zeroed.sum(1), given
-
-    net = Nimble(model, Options(tune="off", fuse=fuse)).prepare(torch.randn(4, 4), torch.ones(()))
-    for _ in range(5):
-        inputs = torch.randn(4, 4), torch.randn(())
-        close(net(*inputs), model(*inputs))
 
 
 class _NumbersWhereTrue(nn.Module):
@@ -59,17 +33,6 @@ class _NumbersWhereTrue(nn.Module):
         rows[:, x[0] > 0] = torch.tensor(3.0)
         rows[:, :2][x[:, :2] > 1] = 0.25
         return scores.softmax(1), rows
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fuse", ["none", "library", pytest.param("inductor", marks=pytest.mark.compiler)])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_numbers_are_written_where_a_mask_is_true(fuse: Any, device: str) -> None:
-    model = _NumbersWhereTrue().to(device)
-    net = Nimble(model, Options(tune="off", fuse=fuse)).prepare(torch.randn(4, 4, device=device) - 1)
-    for _ in range(5):
-        x = torch.randn(4, 4, device=device) - 1
-        close(net(x), model(x))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

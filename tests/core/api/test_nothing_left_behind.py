@@ -38,11 +38,6 @@ def settled() -> Iterator[None]:
     gc.collect()
 
 
-def _resident_nbytes() -> int:
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def _workers() -> int:
     """Threads of engines: other libraries start some whenever they like."""
     return sum(thread.name.startswith("nimble") for thread in threading.enumerate())
@@ -50,26 +45,6 @@ def _workers() -> int:
 
 def _descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs /proc")
-@pytest.mark.usefixtures("settled")
-def test_rounds_on_the_host_leave_nothing_behind() -> None:
-    come_and_go("cpu", 30)
-    gc.collect()
-    threads, descriptors, tensors = _workers(), _descriptors(), _tensors()
-    resident = [_resident_nbytes()]
-    for _ in range(4):
-        come_and_go("cpu", 250)
-        gc.collect()
-        resident.append(_resident_nbytes())
-    assert _workers() == threads
-    assert _descriptors() <= descriptors
-    assert _tensors() <= tensors
-    # Allocators keep what they once had: what counts is that it does not go on.
-    growth = min(later - earlier for earlier, later in itertools.pairwise(resident))
-    assert growth < 1 << 20, f"{growth} bytes more in every 250 rounds: {resident}"
 
 
 def _tensors() -> int:

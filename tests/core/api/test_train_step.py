@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
 from nimble_core.api.train_step import TrainStep
 from nimble_core.scheduling.options import Options
 from nimble_core.utils.errors import NimbleWarning
-from tests.support.training_problems import (
-    OPTIMIZERS,
-    PROBLEMS,
-    Problem,
-    Recomputed,
-    made,
-    vectors,
-)
+from tests.support.drop_in import CLOSE
+from tests.support.training_problems import OPTIMIZERS, PROBLEMS, Aliases, Problem, Recomputed, made, vectors
 from tests.support.training_steps import (
     ROUNDED,
     Eager,
     assert_same,
     assert_values,
     both,
-    curves,
-    gan_curves,
     one_thread,
     state_of,
     train_both,
@@ -50,6 +39,23 @@ def test_steps_equal_eager(name: str) -> None:
     step.close()
 
 
+def test_gradients_that_are_one_memory_are_updated_apart() -> None:
+    """Nesterov's momentum is added to gradients in place by torch's for-each form, which makes the first step."""
+    model = Aliases()
+    eager = copy.deepcopy(model)
+    nesterov = partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, foreach=True)
+    ours, theirs = nesterov(model.parameters()), nesterov(eager.parameters())
+    step = TrainStep(model, F.mse_loss, ours, options=QUICK).prepare(torch.randn(6, 4), torch.randn(6, 4))
+    for _ in range(3):
+        x, y = torch.randn(6, 4), torch.randn(6, 4)
+        step(x, y)
+        theirs.zero_grad()
+        F.mse_loss(eager(x), y).backward()
+        theirs.step()
+    assert_values(list(model.parameters()), list(eager.parameters()), rtol=1e-5)
+    step.close()
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_equals_eager(optimizer: str) -> None:
     given, step, eager = both("mlp", OPTIMIZERS[optimizer])
@@ -57,27 +63,15 @@ def test_every_optimizer_equals_eager(optimizer: str) -> None:
     step.close()
 
 
-@settings(max_examples=12)
-@given(
-    name=st.sampled_from(["mlp", "resnet", "dropout", "unused", "shared", "aliases"]),
-    optimizer=st.sampled_from(list(OPTIMIZERS)),
-    clip=st.sampled_from([None, 0.05, 100.0]),
-    accumulate=st.integers(1, 3),
-    policy=st.sampled_from(["single", "nimble"]),
-)
-def test_any_combination_equals_eager(
-    name: str, optimizer: str, clip: float | None, accumulate: int, policy: str
-) -> None:
-    options = Options(tune="off", policy=policy)
-    given, step, eager = both(name, OPTIMIZERS[optimizer], clip=clip, accumulate=accumulate, options=options)
-    for _ in range(2 * accumulate):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("clip", [None, 0.05, 100.0])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_clipping_and_accumulating_equal_eager(clip: float | None, accumulate: int, device: str) -> None:
+    given, step, eager = both("mlp", clip=clip, accumulate=accumulate, device=device)
+    rtol = 1e-5 if device == "cpu" else CLOSE
+    for _ in range(2 * accumulate + 1):
         inputs, targets = given.draw()
-        random = torch.get_rng_state()
-        loss = step(inputs, targets)
-        torch.set_rng_state(random)
-        assert_values(loss, eager(inputs, targets), rtol=1e-5)
-        # Several workers split sums among threads as they like, and Adam takes a gradient of almost nothing for one.
-        rtol = 1e-4 if policy == "single" else 3e-2
+        assert_values(step(inputs, targets), eager(inputs, targets), rtol=rtol)
         assert_same(state_of(given.model, step.optimizer), state_of(eager.model, eager.optimizer), rtol=rtol)
     step.close()
 
@@ -88,13 +82,6 @@ def test_the_measured_choice_equals_eager() -> None:
     assert [one.name for one in step.engine.candidates if one.chosen] == [step.engine.schedule.policy]
     train_both(given, step, eager, rtol=1e-4)
     step.close()
-
-
-@pytest.mark.parametrize("name", ["resnet", "mobilenet", "transformer", "dropout"])
-def test_loss_curves_are_those_of_eager(name: str) -> None:
-    mine, theirs = curves(name, 200)
-    assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
-    assert sum(mine[-8:]) < 0.8 * sum(mine[:8])
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -123,28 +110,38 @@ def test_losses_of_probabilities_equal_eager(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def test_a_gan_of_two_steps_trains_as_in_eager() -> None:
-    mine, theirs = gan_curves(200)
-    assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
-    assert max(mine) > 1.05 * min(mine)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_two_steps_train_a_generator_and_its_critic_as_in_eager(device: str) -> None:
+    """Each reads the network that the other one trains."""
+    torch.manual_seed(3)
+    nets = nn.Linear(4, 2).to(device), nn.Sequential(nn.Linear(2, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1)).to(device)
+    (generator, critic), (other, judge) = nets, copy.deepcopy(nets)
+    rates = [torch.optim.Adam(one.parameters(), lr=2e-3, fused=True) for one in (generator, critic, other, judge)]
 
+    def fools(of: nn.Module, fake: torch.Tensor) -> torch.Tensor:
+        return F.softplus(-of(fake)).mean()
 
-def test_dropout_draws_fresh_masks_that_a_seed_brings_back() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.25))
-    nn.init.zeros_(model[0].weight)
-    nn.init.ones_(model[0].bias)
-    step = TrainStep(model, lambda out: out.mean() * 0, torch.optim.SGD(model.parameters(), lr=0.0), options=QUICK)
-    x = torch.ones(500, 4)
-    step.prepare(x)
-    masks = []
-    for seed in (1, 2, 1):
-        torch.manual_seed(seed)
-        step(x)
-        masks.append(step.outputs != 0)
-    assert not torch.equal(masks[0], masks[1])
-    assert torch.equal(masks[0], masks[2])
-    assert masks[0].float().mean().item() == pytest.approx(0.75, abs=0.04)
-    step.close()
+    def tells(scores: torch.Tensor) -> torch.Tensor:
+        return F.softplus(-scores[:16]).mean() + F.softplus(scores[16:]).mean()
+
+    near = 1e-5 if device == "cpu" else 2e-2
+    noise = torch.randn(16, 4, device=device)
+    g_step = TrainStep(generator, partial(fools, critic), rates[0], options=QUICK).prepare(noise)
+    d_step = TrainStep(critic, tells, rates[1], options=QUICK).prepare(torch.randn(32, 2, device=device))
+    for _ in range(20):
+        noise, real = torch.randn(16, 4, device=device), torch.rand(16, 2, device=device)
+        mine = [d_step(torch.cat([real, generator(noise).detach()])), g_step(noise)]
+        rates[3].zero_grad()
+        told = tells(judge(torch.cat([real, other(noise).detach()])))
+        told.backward()
+        rates[3].step()
+        rates[2].zero_grad()
+        fooled = fools(judge, other(noise))
+        fooled.backward()
+        rates[2].step()
+        torch.testing.assert_close(torch.stack(mine), torch.stack([told, fooled]).detach(), rtol=near, atol=near)
+    g_step.close()
+    d_step.close()
 
 
 def test_recomputing_in_the_backward_equals_eager() -> None:
@@ -207,26 +204,19 @@ def test_a_loss_may_have_parameters() -> None:
         def forward(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             return F.cross_entropy(output * self.temperature, targets)
 
-    def run(prepared: bool) -> list[torch.Tensor]:
-        given, loss_fn = made("mlp"), Scaled()
-        optimizer = OPTIMIZERS["momentum"]([*given.model.parameters(), *loss_fn.parameters()])
-        step = TrainStep(given.model, loss_fn, optimizer, options=QUICK)
-        if prepared:
-            step.prepare(*given.draw())
-        torch.manual_seed(1)
-        for _ in range(3):
-            inputs, targets = given.draw()
-            if prepared:
-                step(inputs, targets)
-            else:
-                optimizer.zero_grad()
-                loss_fn(given.model(inputs), targets).backward()
-                optimizer.step()
-        if prepared:
-            assert "loss_fn.temperature" in step.gradients
-        return [*given.model.state_dict().values(), loss_fn.temperature.detach()]
-
-    assert_values(run(True), run(False))
+    given, loss_fn = made("mlp"), Scaled()
+    mine = nn.ModuleList([given.model, loss_fn])
+    theirs = copy.deepcopy(mine)
+    optimizers = [OPTIMIZERS["momentum"](one.parameters()) for one in (mine, theirs)]
+    step = TrainStep(given.model, loss_fn, optimizers[0], options=QUICK).prepare(*given.draw())
+    for _ in range(3):
+        inputs, targets = given.draw()
+        step(inputs, targets)
+        optimizers[1].zero_grad()
+        theirs[1](theirs[0](inputs), targets).backward()
+        optimizers[1].step()
+    assert "loss_fn.temperature" in step.gradients
+    assert_values(list(mine.parameters()), list(theirs.parameters()))
 
 
 def test_the_loss_is_the_callers_own() -> None:
@@ -253,48 +243,6 @@ def test_gradients_of_the_users_own_are_left_alone() -> None:
     step.close()
 
 
-def test_inputs_and_targets_are_left_alone() -> None:
-    given, step, _ = both("keywords")
-    inputs, targets = given.draw()
-    kept = copy.deepcopy((inputs, targets))
-    for _ in range(3):
-        step(inputs, targets)
-    assert_values((inputs, targets), kept)
-    step.close()
-
-
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_other_kernels_for_images_and_models_channels_last(layout: torch.memory_format) -> None:
-    """Gradients of 1x1 convolutions come in strides of the images: those of no matter still are eager's."""
-    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 4, 3, groups=4), nn.Flatten(), nn.Linear(36, 5))
-    model = model.double().to(memory_format=layout)
-
-    def draw() -> tuple[torch.Tensor, torch.Tensor]:
-        x = torch.randn(2, 3, 5, 5, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
-        return x, torch.randint(0, 5, (2,))
-
-    given = Problem(model, F.cross_entropy, draw)
-    eager = Eager(given, OPTIMIZERS["momentum"])
-    options = Options(fuse="library", tune="off", policy="single")
-    step = TrainStep(model, F.cross_entropy, OPTIMIZERS["momentum"](model.parameters()), options=options).prepare(
-        *draw()
-    )
-    assert step.engine is not None
-    program = step.engine.recorded.recording.program
-    assert program.fuse == "library", step.engine.notes
-    train_both(given, step, eager, rtol=1e-7)  # learning rates are float32
-    step.close()
-
-
-def test_a_recurrent_layer_in_other_kernels() -> None:
-    options = Options(fuse="library", tune="off", policy="single")
-    given, step, eager = both("recurrent", options=options)
-    assert step.engine is not None
-    assert step.engine.recorded.recording.program.fuse == "library", step.engine.notes
-    train_both(given, step, eager, rtol=1e-5)
-    step.close()
-
-
 def test_a_parameter_written_into_the_input_leaves_the_callers_tensor_without_history() -> None:
     """As a class token is: in eager the input carries the graph of that step from then on."""
 
@@ -318,94 +266,17 @@ def test_a_parameter_written_into_the_input_leaves_the_callers_tensor_without_hi
     assert torch.equal(example, kept)
     assert not example.requires_grad
     for _ in range(3):
-        x = torch.randn(2, 3, 4)
+        given = torch.randn(2, 3, 4)
+        theirs = given.clone()
         rates[1].zero_grad()
-        loss = other(x.clone()).square().mean()
+        loss = other(theirs).square().mean()
         loss.backward()
         rates[1].step()
-        given = x.clone()
         torch.testing.assert_close(step(given), loss.detach())
-        assert torch.equal(given[:, 0].detach(), other_token(x, given))
+        torch.testing.assert_close(given, theirs.detach())
         assert not given.requires_grad
     for one, expected in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(one, expected)
-    step.close()
-
-
-def other_token(x: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
-    """Replace the row that every sample was given; the rest stays as it was."""
-    assert torch.equal(written[:, 1:], x[:, 1:])
-    return written[:1, 0].expand(x.shape[0], -1)
-
-
-@pytest.mark.slow
-@pytest.mark.compiler
-def test_compiled_kernels_that_are_wrong_are_left_out_with_the_reason() -> None:
-    """Inductor's backward of an unpooling before a layer norm has wrong gradients on the host (torch 2.13)."""
-
-    class Unpooled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.norm, self.head = nn.Conv2d(3, 4, 1), nn.LayerNorm([4, 8, 8]), nn.Linear(4, 5)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.first(x)
-            pooled, indices = F.max_pool2d(y, 2, return_indices=True)
-            y = F.max_unpool2d(pooled, indices, 2, output_size=y.shape[-2:]) + y
-            return self.head(torch.tanh(self.norm(y)).mean((2, 3)))
-
-    torch.manual_seed(5)
-    model, target = Unpooled(), torch.randint(0, 5, (2,))
-    other = copy.deepcopy(model)
-    rates = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, other)]
-    options = Options(fuse="inductor", tune="off")
-    step = TrainStep(model, F.cross_entropy, rates[0], options=options).prepare(torch.randn(2, 3, 8, 8), target)
-    if step.engine.recorded.recording.program.fuse == "none":
-        (said,) = [note for note in step.engine.notes if note.startswith("inductor: left out")]
-        assert "differs from eager's" in said
-        assert [one.note for one in step.engine.candidates if one.name == "inductor, single"] != [""]
-    for _ in range(3):
-        x = torch.randn(2, 3, 8, 8)
-        rates[1].zero_grad()
-        loss = F.cross_entropy(other(x), target)
-        loss.backward()
-        rates[1].step()
-        torch.testing.assert_close(step(x, target), loss.detach())
-    for one, expected in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(one, expected)
-    step.close()
-
-
-class Twice(nn.Module):
-    """Autograd hands one tensor out as the gradient of both parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + (self.one + self.other)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
-        partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, maximize=True, foreach=True),
-    ],
-)
-def test_gradients_that_are_one_memory_are_updated_apart(make: Callable[..., torch.optim.Optimizer]) -> None:
-    model, eager = Twice(), Twice()
-    ours, theirs = make(model.parameters()), make(eager.parameters())
-    step = TrainStep(model, F.mse_loss, ours, options=QUICK).prepare(torch.randn(3, 4), torch.randn(3, 4))
-    for _ in range(4):
-        x, y = torch.randn(3, 4), torch.randn(3, 4)
-        step(x, y)
-        theirs.zero_grad()
-        F.mse_loss(eager(x), y).backward()
-        theirs.step()
-        for one, other in zip(model.parameters(), eager.parameters(), strict=True):
-            torch.testing.assert_close(one, other)
     step.close()
 
 

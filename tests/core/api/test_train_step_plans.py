@@ -15,19 +15,8 @@ from nimble_core.api.train_step import TrainStep
 from nimble_core.scheduling.options import Options
 from nimble_core.scheduling.saved_plan import Plan, load_plan
 from nimble_core.utils.errors import InputError
-from tests.support.training_problems import (
-    OPTIMIZERS,
-    Problem,
-    made,
-)
-from tests.support.training_steps import (
-    Eager,
-    assert_untouched,
-    both,
-    everything,
-    one_thread,
-    train_both,
-)
+from tests.support.training_problems import OPTIMIZERS, Problem, made
+from tests.support.training_steps import Eager, assert_untouched, both, everything, one_thread, train_both
 
 __all__ = ["one_thread"]  # a fixture
 
@@ -68,16 +57,6 @@ def test_a_plan_is_followed_and_trains_as_eager(plan: Plan) -> None:
     assert step.engine.candidates == ()
     train_both(given, step, eager)
     step.close()
-
-
-def test_the_plan_of_an_optimizer_amid_training_is_that_of_a_fresh_one(plan: Plan) -> None:
-    given = made("resnet")
-    step = stepping(given)
-    given.loss_fn(given.model(given.draw()[0]), given.draw()[1]).backward()
-    step.optimizer.step()
-    step.prepare(*given.draw(), plan=plan)
-    assert step.engine is not None
-    assert step.engine.plan == plan
 
 
 def _other_model(given: Problem) -> TrainStep:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -14,22 +13,8 @@ from nimble_core.api.train_step import TrainStep
 from nimble_core.scheduling.options import Options
 from nimble_core.training.whole_step import WholeStep
 from nimble_core.utils.errors import InputError
-from tests.support.training_problems import (
-    OPTIMIZERS,
-    Island,
-    made,
-    perceptron,
-    vectors,
-)
-from tests.support.training_steps import (
-    Eager,
-    assert_same,
-    both,
-    one_thread,
-    scaler_on_host,
-    state_of,
-    train_both,
-)
+from tests.support.training_problems import OPTIMIZERS, Island, perceptron, vectors
+from tests.support.training_steps import assert_same, both, one_thread, scaler_on_host, state_of, train_both
 
 __all__ = ["one_thread"]  # a fixture
 
@@ -54,35 +39,6 @@ def test_float64_is_trained_with_the_rates_of_eager(name: str) -> None:
     step.close()
 
 
-@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.RAdam, torch.optim.ASGD, torch.optim.Adamax])
-def test_float64_is_trained_as_closely_as_the_counters_of_steps(kind: type[torch.optim.Optimizer]) -> None:
-    """Capturable forms compute corrections of moments in the type of their counters: that of torch's default."""
-
-    def difference(default: torch.dtype) -> float:
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(default)
-        try:
-            torch.manual_seed(0)
-            model = nn.Linear(8, 4, dtype=torch.float64)
-            other = copy.deepcopy(model)
-            optimizers = [kind(one.parameters()) for one in (model, other)]
-            step = TrainStep(model, lambda output: output.square().mean(), optimizers[0], options=QUICK)
-            x = torch.randn(3, 8, dtype=torch.float64)
-            step.prepare(x)
-            for _ in range(6):
-                optimizers[1].zero_grad()
-                other(x).square().mean().backward()
-                optimizers[1].step()
-                step(x)
-            step.close()
-        finally:
-            torch.set_default_dtype(before)
-        pairs = zip(model.parameters(), other.parameters(), strict=True)
-        return max(float((a - b).detach().abs().max()) for a, b in pairs)
-
-    assert difference(torch.float64) < 1e-14 < difference(torch.float32) < 1e-5
-
-
 @pytest.mark.parametrize("name", ["mlp", "resnet", "transformer"])
 def test_autocast_equals_eager(name: str) -> None:
     given, step, eager = both(name, autocast=torch.bfloat16)
@@ -91,16 +47,6 @@ def test_autocast_equals_eager(name: str) -> None:
     dtypes = {ref.dtype for call in step.engine.recorded.recording.program.calls for ref in call.writes}
     assert "bfloat16" in dtypes
     step.close()
-
-
-def test_a_step_prepared_inside_autocast_reads_weights_live() -> None:
-    given = made("mlp")
-    eager = Eager(given, OPTIMIZERS["momentum"], autocast=torch.bfloat16)
-    optimizer = OPTIMIZERS["momentum"](given.model.parameters())
-    step = TrainStep(given.model, given.loss_fn, optimizer, options=QUICK, autocast=torch.bfloat16)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        step.prepare(*given.draw())
-    train_both(given, step, eager)
 
 
 def test_the_backward_of_a_step_is_no_part_of_the_autocast_around_it() -> None:
@@ -177,9 +123,6 @@ def test_other_growth_settings_of_a_scaler_are_noticed() -> None:
     assert_same(state_of(model), before)
     step.prepare(x, y)
     step(x, y)
-    scaler.set_growth_interval(2000)
-    with pytest.raises(InputError, match="grows or backs off"):
-        step(x, y)
     step.close()
 
 
@@ -204,16 +147,6 @@ def test_another_autocast_than_around_the_preparation_is_refused(then: torch.dty
         step(x, y)
         assert step.outputs.dtype is (then or torch.float32)
     step.close()
-
-
-@pytest.mark.parametrize("autocast", [torch.int64, torch.float64, "bfloat16", True])
-def test_types_that_autocast_does_not_compute_in_are_refused(autocast: Any) -> None:
-    model = perceptron()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    with pytest.raises(InputError, match="no type to compute in"):
-        TrainStep(model, F.cross_entropy, optimizer, autocast=autocast)
-    with pytest.raises(InputError, match="scaler is a float"):
-        TrainStep(model, F.cross_entropy, optimizer, scaler=2.0)  # type: ignore[arg-type]
 
 
 def test_a_scaler_works_whatever_torchs_default_type_is() -> None:

@@ -13,19 +13,10 @@ from torch import nn
 
 from nimble_core.api.nimble import Nimble
 from nimble_core.scheduling.options import Options
-from nimble_core.tracing.pytree import flatten
-from tests.support.models import Deep, Norms, Wide
+from tests.support.models import Deep, Norms
+from tests.support.values import close
 
 QUICK = Options(tune="off")
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
-def close(a: Any, b: Any) -> None:
-    torch.testing.assert_close(flatten(a)[0], flatten(b)[0], rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 def test_parameters_and_state_are_the_models_own() -> None:
@@ -44,16 +35,6 @@ def test_parameters_and_state_are_the_models_own() -> None:
     model.register_buffer("later", torch.ones(1))
     assert "later" in net.state_dict()
     net.close()
-
-
-def test_attributes_are_passed_through() -> None:
-    model = Wide()
-    model.note = "hello"
-    net = Nimble(model)
-    assert net.note == "hello"
-    assert net.branches is model.branches
-    with pytest.raises(AttributeError, match="nothing"):
-        _ = net.nothing
 
 
 def test_a_function_can_be_wrapped() -> None:
@@ -78,14 +59,6 @@ def test_copies_start_unprepared() -> None:
         twin.close()
     close(net(x), model(x))
     net.close()
-
-
-def test_inside_another_module() -> None:
-    model, x = Deep(), torch.randn(2, 8)
-    outer = nn.Sequential(Nimble(model, QUICK).prepare(x), nn.Linear(8, 2))
-    close(outer(x), outer[1](model(x)))
-    assert set(outer.state_dict()) == {f"0.{k}" for k in model.state_dict()} | {"1.weight", "1.bias"}
-    outer[0].close()
 
 
 class Scaled(nn.Module):

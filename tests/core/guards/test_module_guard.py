@@ -14,12 +14,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
-from torch.overrides import TorchFunctionMode
 
 from nimble_core import InputError, Nimble, Options, TrainStep
 from nimble_core.guards.module_guard import Watch, same_objects
 from nimble_core.tracing.step_wrapper import Around
-from tests.support.interrupts import interrupted
 
 QUICK = Options(tune="off")
 
@@ -44,10 +42,6 @@ def train_a_part(net: Any) -> None:
     net[2].train()
 
 
-def assign_state(net: nn.Module) -> None:
-    net.load_state_dict({name: value.clone() for name, value in net.state_dict().items()}, assign=True)
-
-
 def count_anew(net: Any) -> None:
     net[1].num_batches_tracked = net[1].num_batches_tracked.clone()  # another tensor of equal value
 
@@ -56,10 +50,6 @@ def swap_names(net: Any) -> None:
     scale, shift = net[1].weight, net[1].bias
     del net[1].weight, net[1].bias
     net[1].bias, net[1].weight = scale, shift  # the same tensors in the same order
-
-
-def replace_table(net: Any) -> None:
-    net[0]._parameters = {name: nn.Parameter(value.detach()) for name, value in net[0]._parameters.items()}
 
 
 def delete_table(net: Any) -> None:
@@ -75,39 +65,23 @@ def set_memory(net: Any) -> None:
     net[1].running_mean.set_(torch.zeros(4))
 
 
-def swap_modules(net: Any) -> None:
-    net[0], net[1] = net[1], net[0]
-
-
 CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "parameter": (replace_parameter, "0.weight is another tensor"),
-    "parameter gone": (lambda net: delattr(net[0], "bias"), "0.bias is another tensor"),
     "parameter set to None": (lambda net: setattr(net[1], "bias", None), "1.bias is another tensor"),
     "parameter more": (
         lambda net: net[0].register_parameter("scale", nn.Parameter(torch.ones(4))),
         "0.scale was not there",
     ),
-    "parameter under another name": (lambda net: prune.identity(net[0], "weight"), "0.weight is another tensor"),
-    "parameter with a parametrization": (lambda net: parametrizations.weight_norm(net[0]), "0.weight is another"),
-    "parameters cleared": (lambda net: net[0]._parameters.clear(), "0.weight is another tensor"),
-    "state assigned": (assign_state, "0.weight is another tensor"),
     "names swapped": (swap_names, "1.weight is another tensor"),
-    "table": (replace_table, "0.weight is another tensor"),
     "table gone": (delete_table, "0.weight is another tensor"),
     "buffer": (count_anew, "1.num_batches_tracked is another tensor"),
     "memory": (replace_data, "0.weight has other memory"),
     "memory swapped": (swap_tensors, "0.weight has other memory"),
     "memory of a buffer": (set_memory, "1.running_mean has other memory"),
-    "memory shared": (lambda net: net.share_memory(), "0.weight has other memory"),
-    "memory made anew": (lambda net: net[0].to_empty(device="cpu"), "0.weight has other memory"),
-    "dtype": (lambda net: net[0].double(), "0.weight has other memory"),
     "submodule": (lambda net: net.__setitem__(0, nn.Linear(4, 4)), "0 is another module"),
     "submodule gone": (lambda net: net.__delitem__(2), "2 is another module"),
     "submodule more": (lambda net: net.append(nn.ReLU()), "3 was not there"),
-    "submodules swapped": (swap_modules, "0 is another module"),
-    "submodules cleared": (lambda net: net._modules.clear(), "0 is another module"),
     "mode": (train_a_part, "2 is in training mode"),
-    "mode in the dict": (lambda net: vars(net[1]).update(training=True), "1 is in training mode"),
 }
 
 
@@ -250,39 +224,6 @@ def test_same_objects_are_told_from_equal_ones(one: Any, other: Any) -> None:
         assert not same_objects(one, other)
 
 
-class Count(TorchFunctionMode):
-    """Counts the calls that pass through it."""
-
-    calls = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls += 1
-        return func(*args, **(kwargs or {}))
-
-
-def test_modes_disabled_by_the_caller_hide_no_change() -> None:
-    net = model()
-    watch = Watch(net)
-    with torch._C.DisableTorchFunction():
-        assert watch.change() == ""
-        count_anew(net)
-        assert "1.num_batches_tracked is another tensor" in watch.change()
-
-
-def test_a_look_passes_through_no_mode() -> None:
-    net = model()
-    watch = Watch(net, [("0.weight", net[0].weight)])
-    watch.values.folding()
-    with Count() as mode:
-        assert watch.change() == ""
-        assert not watch.values.stale()
-        assert mode.calls == 0
-        net[0].weight = nn.Parameter(torch.zeros(4, 4))
-        made = mode.calls
-        assert "0.weight is another tensor" in watch.change()
-        assert mode.calls == made
-
-
 @pytest.mark.compiler
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 def test_compiled_code_finds_the_same_forward() -> None:
@@ -290,20 +231,6 @@ def test_compiled_code_finds_the_same_forward() -> None:
     watch = Watch(nn.Linear(2, 2))
     asked = torch.compile(lambda watch, x: (x + 1, watch.change(), watch.looked_through()), backend="eager")
     assert asked(watch, torch.ones(1))[1:] == ("", "")
-
-
-@pytest.mark.parametrize("same", [True, False])
-def test_interrupts_leave_no_guard_in_force(same: bool) -> None:
-    net = model()
-    watch, moments = Watch(net), 0
-    if not same:
-        net[0].weight = nn.Parameter(torch.ones_like(net[0].weight))
-    for _ in interrupted(watch.change):
-        moments += 1
-        assert torch.equal(torch.ones(2) + 1, torch.full((2,), 2.0))
-        assert torch.ones(()) == torch.ones(())
-    assert moments > 1
-    assert bool(watch.change()) is not same
 
 
 # -- hooks ---------------------------------------------------------------------------------------------------------
@@ -369,27 +296,15 @@ def test_hooks_of_a_backward_matter_where_there_is_one(register: Callable[[nn.Se
     assert [watch.change() for watch in watches] == [""] * 3
 
 
-def test_a_hook_registered_again_is_the_same() -> None:
-    net, method = model(), nn.ReLU().forward
-    handles = [net[0].register_forward_hook(double), net[1].register_forward_hook(method)]
+def test_a_hook_in_place_of_another_is_noticed() -> None:
+    net = model()
+    handle = net[0].register_forward_hook(double)
     watch = Watch(net)
-    for handle in handles:
-        handle.remove()
-    assert "0 has lost a forward hook" in watch.change()
-    net[0].register_forward_hook(double)
-    net[1].register_forward_hook(method)
+    handle.remove()
+    net[0].register_forward_hook(double)  # under another number
     assert watch.change() == watch.change() == ""
     net[0]._forward_hooks = {0: nothing}
     assert "0 has another forward hook" in watch.change()
-
-
-def test_hooks_of_tensors_and_of_state_dicts_are_no_hooks_of_the_model() -> None:
-    net = model()
-    watch = Watch(net)
-    net[0].weight.register_hook(nothing)
-    net.register_state_dict_post_hook(nothing)
-    net[1].register_load_state_dict_post_hook(nothing)
-    assert watch.change() == ""
 
 
 class Installs(nn.Sequential):
@@ -455,46 +370,10 @@ def test_another_forward_is_noticed(owner: Callable[[Any], Any], training: bool)
     torch.testing.assert_close(replayed(x), expected)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda net: setattr(net, "forward", lambda x: x), "forward is another function than it was"),
-        (lambda net: net[0].register_full_backward_hook(nothing), "0 has a backward hook that it had not"),
-    ],
-)
-def test_a_whole_step_notices_as_well(change: Callable[[Any], object], words: str) -> None:
+def test_a_whole_step_notices_as_well() -> None:
     net = nn.Sequential(nn.Linear(4, 4))
     step = TrainStep(net, torch.Tensor.mean, torch.optim.SGD(net.parameters(), 0.1), options=QUICK)
     step.prepare(torch.randn(2, 4))(torch.randn(2, 4))
-    change(net)
-    with pytest.raises(InputError, match=words):
+    net[0].register_full_backward_hook(nothing)
+    with pytest.raises(InputError, match="0 has a backward hook that it had not"):
         step(torch.randn(2, 4))
-
-
-def test_the_same_forward_bound_again_is_the_same() -> None:
-    net = Twice(4, 4)
-    watch = Watch(net)
-    net.forward = net.forward  # type: ignore[method-assign]
-    assert watch.change() == watch.looked_through() == ""
-    watch = Watch(net)
-    del net.forward
-    assert watch.change() == watch.looked_through() == ""
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.parametrize(
-    "make",
-    [
-        torch.jit.script,
-        lambda net: torch.jit.freeze(torch.jit.script(net)),
-        lambda net: torch.jit.trace(net, torch.ones(2, 4)),
-        lambda net: torch.compile(net, backend="eager"),
-    ],
-)
-def test_a_forward_that_a_compiler_made_is_watched_too(make: Callable[[nn.Module], Any]) -> None:
-    net = make(model())
-    watch = Watch(net)
-    net(torch.randn(2, 4))
-    assert watch.change() == watch.looked_through() == ""
-    net.forward = lambda x: x
-    assert watch.change() == watch.looked_through() == "forward is another function than it was"

@@ -149,19 +149,6 @@ def test_modules_that_a_function_names_and_does_not_use_may_change() -> None:
         encode(x)
 
 
-LAZY = nn.LazyLinear(4)
-
-
-def test_what_functions_name_is_looked_at_with_care() -> None:
-    def run(x: torch.Tensor) -> torch.Tensor:
-        return x if x.ndim else LAZY(x)
-
-    run.__wrapped__ = run  # type: ignore[attr-defined]
-    run.__signature__ = "none"  # type: ignore[attr-defined]
-    x = torch.randn(2, 4)
-    assert torch.equal(Nimble(run, QUICK).prepare(x)(x), x)
-
-
 def test_a_function_with_a_variable_that_has_no_value_yet() -> None:
     def run(x: torch.Tensor) -> torch.Tensor:
         return later(x)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,116 +15,24 @@ from nimble_core import Nimble
 from nimble_core.compiler.passes import pad_matmul
 from nimble_core.scheduling.options import Options
 from nimble_core.utils.errors import InputError, NimbleWarning
-from tests.support.drop_in import (
-    CLOSE,
-    CheckpointedNorm,
-    assert_same_gradients,
-    exact_products,
-    loss_of,
-    pair,
-    prepared,
-)
+from tests.support.drop_in import CLOSE, STREAMS, assert_same_gradients, loss_of, on_gpu, pair
 from tests.support.rewrite_models import results_are_padded
-from tests.support.training_problems import (
-    OPTIMIZERS,
-    Residual,
-    images,
-    made,
-    perceptron,
-)
-from tests.support.training_steps import (
-    assert_same,
-    assert_values,
-    one_thread,
-    state_of,
-)
+from tests.support.training_problems import OPTIMIZERS, Residual, images, made, perceptron
+from tests.support.training_steps import assert_same, assert_values, state_of
 
-__all__ = ["one_thread"]  # a fixture
-
-pytestmark = pytest.mark.gpu
-
-DEVICE = "cuda"
-SINGLE = Options(tune="off", policy="single")
-STREAMS = Options(tune="off", policy="nimble")
-
-
-@pytest.fixture(autouse=True)
-def exact() -> Iterator[None]:
-    """Products and convolutions in float32, by the same kernels in each run."""
-    with exact_products():
-        yield
-
-
-def on(*tensors: torch.Tensor) -> Any:
-    moved = tuple(one.to(DEVICE) for one in tensors)
-    return moved if len(moved) > 1 else moved[0]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact")]
 
 
 # -- drop-in: equal to eager -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["resnet", "transformer"])
-def test_drop_in_loss_curves_are_those_of_eager(name: str) -> None:
-    found, net, eager = prepared(name, STREAMS, DEVICE)
-    batches = [found.draw() for _ in range(4)]
-    losses: list[list[torch.Tensor]] = []
-    for model in (net, eager):
-        optimizer = OPTIMIZERS["sgd"](model.parameters())
-        losses.append([])
-        for at in range(200):
-            optimizer.zero_grad()
-            loss = loss_of(found, model, *batches[at % 4])
-            loss.backward()
-            optimizer.step()
-            losses[-1].append(loss.detach())
-    torch.testing.assert_close(torch.stack(losses[0]), torch.stack(losses[1]), rtol=5e-2, atol=5e-2)
-    net.close()
-
-
-def test_accumulating_on_gradients_that_are_there() -> None:
-    net, eager = pair(perceptron().to(DEVICE), on(torch.randn(6, 8)), options=STREAMS)
-    grads = [torch.randn_like(one) for one in net.parameters()]
-    for at, (one, other, grad) in enumerate(zip(net.parameters(), eager.parameters(), grads, strict=True)):
-        if at % 2:
-            one.grad, other.grad = grad, grad.clone()
-    for _ in range(3):
-        x = on(torch.randn(6, 8))
-        for model in (net, eager):
-            model(x).sin().sum().backward()
-        assert_same_gradients(net, eager, rtol=CLOSE)
-    assert all(one.grad is grads[at] for at, one in enumerate(net.parameters()) if at % 2)
-    for model in (net, eager):
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    assert_same_gradients(net, eager, rtol=CLOSE)
-    net.close()
-
-
-def test_drop_in_under_autocast_equals_eager() -> None:
-    found = made("mlp", DEVICE)
-    eager = copy.deepcopy(found.model)
-    with torch.autocast(DEVICE, dtype=torch.bfloat16):
-        net = Nimble(found.model, STREAMS).prepare(found.draw()[0], training=True)
-    for _ in range(4):
-        inputs, targets = found.draw()
-        for model in (net, eager):
-            with torch.autocast(DEVICE, dtype=torch.bfloat16):
-                loss = loss_of(found, model, inputs, targets)
-            loss.backward()
-            with torch.no_grad():
-                for one in model.parameters():
-                    one -= one.grad
-                    one.grad = None
-        assert_same(state_of(found.model), state_of(eager), rtol=3e-2)
-    net.close()
-
-
 def test_drop_in_with_float16_and_a_scaler() -> None:
-    found = made("mlp", DEVICE)
+    found = made("mlp", "cuda")
     eager = copy.deepcopy(found.model)
-    with torch.autocast(DEVICE, dtype=torch.float16, cache_enabled=False):
+    with torch.autocast("cuda", dtype=torch.float16, cache_enabled=False):
         net = Nimble(found.model, STREAMS).prepare(found.draw()[0], training=True)
     training = [
-        (one, OPTIMIZERS["adam"](one.parameters()), torch.amp.GradScaler(DEVICE, init_scale=64.0, growth_interval=2))
+        (one, OPTIMIZERS["adam"](one.parameters()), torch.amp.GradScaler("cuda", init_scale=64.0, growth_interval=2))
         for one in (net, eager)
     ]
     for at in range(5):
@@ -135,7 +41,7 @@ def test_drop_in_with_float16_and_a_scaler() -> None:
             inputs[0, 0] = float("inf")
         for model, optimizer, scaler in training:
             optimizer.zero_grad()
-            with torch.autocast(DEVICE, dtype=torch.float16):
+            with torch.autocast("cuda", dtype=torch.float16):
                 loss = loss_of(found, model, inputs, targets)
             scaler.scale(loss).backward()
             scaler.step(optimizer)
@@ -150,8 +56,8 @@ def test_drop_in_with_float16_and_a_scaler() -> None:
 
 
 def test_a_second_forward_before_the_backward_of_the_first_runs_in_eager_and_says_so() -> None:
-    net, eager = pair(Residual().to(DEVICE), on(images()[0]), options=STREAMS)
-    x, y = on(images()[0], images()[0])
+    net, eager = pair(Residual().to("cuda"), on_gpu(images()[0]), options=STREAMS)
+    x, y = on_gpu(images()[0], images()[0])
     first = net(x)
     with pytest.warns(NimbleWarning, match="runs in eager"):
         second = net(y)
@@ -169,39 +75,14 @@ def test_a_second_forward_before_the_backward_of_the_first_runs_in_eager_and_say
 
 
 def test_a_forward_that_nobody_waits_for_does_not_stand_in_the_way() -> None:
-    net, _ = pair(perceptron().to(DEVICE), on(torch.randn(6, 8)))
+    net, _ = pair(perceptron().to("cuda"), on_gpu(torch.randn(6, 8)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(3):
-            net(on(torch.randn(6, 8)))  # its output is dropped
+            net(on_gpu(torch.randn(6, 8)))  # its output is dropped
         with torch.no_grad():
-            net(on(torch.randn(6, 8)))
-        net(on(torch.randn(6, 8))).sum().backward()
-    net.close()
-
-
-def test_a_forward_without_gradients_in_between() -> None:
-    net, eager = pair(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).to(DEVICE), on(torch.randn(6, 8)))
-    x, y = on(torch.randn(6, 8), torch.randn(6, 8))
-    for model in (net, eager):
-        loss = model(x).sin().sum()
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model(y)
-        loss.backward()
-    assert_same_gradients(net, eager, rtol=CLOSE)
-    net.close()
-
-
-def test_the_backward_of_a_forward_that_was_overwritten_is_refused() -> None:
-    net, _ = pair(perceptron().to(DEVICE), on(torch.randn(6, 8)))
-    loss = net(on(torch.randn(6, 8))).sin().sum()
-    loss.backward(retain_graph=True)
-    net(on(torch.randn(6, 8))).sin().sum().backward()
-    kept = [one.grad.clone() for one in net.parameters() if one.grad is not None]
-    with pytest.raises(InputError, match="a later one has overwritten"):
-        loss.backward()
-    assert_values([one.grad for one in net.parameters()], kept)
+            net(on_gpu(torch.randn(6, 8)))
+        net(on_gpu(torch.randn(6, 8))).sum().backward()
     net.close()
 
 
@@ -210,25 +91,25 @@ def test_the_backward_of_a_forward_that_was_overwritten_is_refused() -> None:
 
 def test_outputs_may_be_written_and_inputs_changed_before_the_backward() -> None:
     """Both are copies of the engine's own."""
-    net, eager = pair(nn.Sequential(nn.Linear(8, 4), nn.Sigmoid()).to(DEVICE), on(torch.randn(6, 8)))
+    net, eager = pair(nn.Sequential(nn.Linear(8, 4), nn.Sigmoid()).to("cuda"), on_gpu(torch.randn(6, 8)))
     data = torch.randn(6, 8)
-    out = net(on(data))
+    out = net(on_gpu(data))
     out.data.mul_(2)
     out.sum().backward()
-    eager(on(data)).sum().backward()
+    eager(on_gpu(data)).sum().backward()
     assert_same_gradients(net, eager, rtol=CLOSE)
     net.close()
 
 
 @pytest.mark.parametrize("stream", ["default", "side"])
 def test_on_any_stream(stream: str) -> None:
-    net, eager = pair(Residual().to(DEVICE), on(images()[0]), options=STREAMS)
+    net, eager = pair(Residual().to("cuda"), on_gpu(images()[0]), options=STREAMS)
     mine, theirs = OPTIMIZERS["momentum"](net.parameters()), OPTIMIZERS["momentum"](eager.parameters())
     side = torch.cuda.Stream() if stream == "side" else torch.cuda.current_stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(4):
-            x = on(images()[0])
+            x = on_gpu(images()[0])
             for model, optimizer in ((net, mine), (eager, theirs)):
                 optimizer.zero_grad()
                 model(x).square().mean().backward()
@@ -241,10 +122,12 @@ def test_on_any_stream(stream: str) -> None:
 @pytest.mark.parametrize("search", [False, True])
 def test_a_backward_asked_for_on_another_stream_than_its_forward(search: bool) -> None:
     """As in eager, who asked for it may read the gradients at once."""
-    net, eager = pair(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4)).to(DEVICE), on(torch.randn(6, 64)))
+    net, eager = pair(
+        nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4)).to("cuda"), on_gpu(torch.randn(6, 64))
+    )
     side = torch.cuda.Stream()
     for _ in range(5):
-        data = on(torch.randn(6, 64))
+        data = on_gpu(torch.randn(6, 64))
         found = []
         for model in (net, eager):
             model.zero_grad()
@@ -262,30 +145,15 @@ def test_a_backward_asked_for_on_another_stream_than_its_forward(search: bool) -
     net.close()
 
 
-def test_a_checkpointed_model_trains_as_in_eager() -> None:
-    torch.manual_seed(0)
-    eager = CheckpointedNorm().to(DEVICE).train()
-    x = on(torch.randn(6, 8))
-    net = Nimble(copy.deepcopy(eager), Options(tune="off")).prepare(x, training=True)
-    for _ in range(3):
-        x = on(torch.randn(6, 8))
-        for model in (net, eager):
-            model(x).square().sum().backward()
-    for (name, one), other in zip(net.named_parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, msg=name)
-    torch.testing.assert_close(dict(net.named_buffers()), dict(eager.named_buffers()))
-    net.close()
-
-
 @pytest.mark.parametrize("fuse", ["library", "inductor"])
 @pytest.mark.parametrize("outputs", ["copy", "static"])
 def test_gradients_are_copied_into_rows_with_padding(fuse: Any, outputs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("_LEAST_SIZE", 1), ("_LEAST_WORK", 1), ("_WORTH", 0.0)):
         monkeypatch.setattr(pad_matmul, name, value)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 203)).to(DEVICE)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 203)).to("cuda")
     eager = copy.deepcopy(model)
-    x, y = on(torch.randn(4, 5, 32), torch.randint(203, (4, 5)))
+    x, y = on_gpu(torch.randn(4, 5, 32), torch.randint(203, (4, 5)))
     net = Nimble(model, Options(fuse=fuse, outputs=outputs)).prepare(x, training=True)
     half = net.engines[0].backward
     assert half is not None
@@ -319,8 +187,8 @@ def images_net() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     layers: list[nn.Module] = []
     for channels in (3, 32, 32, 32):
         layers += [nn.Conv2d(channels, 32, 3, padding=1), nn.BatchNorm2d(32), nn.Hardswish()]
-    model = nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32 * 32 * 32, 10)).to(DEVICE)
-    return model, *on(torch.randn(16, 3, 64, 64), torch.randint(0, 10, (16,)))
+    model = nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32 * 32 * 32, 10)).to("cuda")
+    return model, *on_gpu(torch.randn(16, 3, 64, 64), torch.randint(0, 10, (16,)))
 
 
 def apart(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -396,9 +264,9 @@ def test_outputs_have_eagers_strides_where_a_compiler_pads_them(outputs: Any, mo
     """Copies are where they are put right; what is shown as it lies is laid out before."""
     results_are_padded(monkeypatch)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 61)).to(DEVICE)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 61)).to("cuda")
     eager = copy.deepcopy(model)
-    x, y = on(torch.randn(8, 16), torch.randint(0, 61, (8,)))
+    x, y = on_gpu(torch.randn(8, 16), torch.randint(0, 61, (8,)))
     options = Options(fuse="inductor", policy="single", tune="off", outputs=outputs)
     net = Nimble(model, options).prepare(x, training=True)
     made = net.engines[0].recorded.recording.program
@@ -415,29 +283,6 @@ def test_outputs_have_eagers_strides_where_a_compiler_pads_them(outputs: Any, mo
         assert_same_gradients(net, eager, rtol=1e-4)
         with torch.no_grad():
             torch.testing.assert_close(net(x), eager(x), check_stride=True)
-    net.close()
-
-
-def test_a_static_output_that_its_backward_reads_may_not_be_written() -> None:
-    model = nn.Sequential(nn.Linear(8, 4), nn.Sigmoid()).to(DEVICE)
-    x = on(torch.randn(6, 8))
-    net = Nimble(model, replace(STREAMS, outputs="static")).prepare(x, training=True)
-    out = net(x)
-    with torch.no_grad():
-        out.mul_(2)
-    with pytest.raises(InputError, match="an output was written between"):
-        out.sum().backward()
-    assert all(one.grad is None for one in model.parameters())
-    net.close()
-    plain = nn.Linear(8, 4).to(DEVICE)
-    eager = copy.deepcopy(plain)
-    net = Nimble(plain, replace(STREAMS, outputs="static")).prepare(x, training=True)
-    for one in (net, eager):
-        (one(x) * 1).mul_(2).sum().backward()
-        out = one(x)
-        out.mul_(2)
-        out.sum().backward()
-    assert_same_gradients(net, eager, rtol=CLOSE)
     net.close()
 
 

@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import copy
-import warnings
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from nimble_core import Nimble, TrainStep
-from nimble_core.utils.errors import InputError, NimbleWarning
-from tests.support.drop_in import (
-    QUICK,
-    Place,
-    assert_same_gradients,
-    layer,
-    on,
-    pair,
-)
-from tests.support.training_problems import (
-    OPTIMIZERS,
-    perceptron,
-)
-from tests.support.training_steps import assert_values, one_thread
-
-__all__ = ["on", "one_thread"]  # fixtures
+from nimble_core import Nimble
+from nimble_core.utils.errors import InputError
+from tests.support.drop_in import QUICK, Place, assert_same_gradients, layer, pair
+from tests.support.training_problems import OPTIMIZERS, perceptron
+from tests.support.training_steps import assert_values
 
 
 @pytest.mark.parametrize("kind", ["gradient", "accumulated"])
@@ -118,39 +104,6 @@ def test_hooks_of_submodules_act_or_are_refused(kind: str) -> None:
         one(x).sin().sum().backward()
     assert_same_gradients(model, eager, rtol=1e-6)
     net.close()
-
-
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-@pytest.mark.parametrize("way", ["in place of the model", "whole step"])
-@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
-def test_hooks_that_keep_something_are_warned_of(kind: str, way: str) -> None:
-    model, kept = perceptron(), []
-
-    def keeping(*given: Any) -> None:
-        kept.append(given)
-
-    getattr(model[2], f"register_{kind}_hook")(keeping)
-    name = kind.removeprefix("full_").replace("_pre", " pre-") + ("hook" if "pre" in kind else " hook")
-    x = torch.randn(6, 8)
-    if way == "whole step":
-        step = TrainStep(model, torch.Tensor.sum, torch.optim.SGD(model.parameters(), lr=0.1), options=QUICK)
-        prepare: Any = step.prepare
-    else:
-        prepare = partial(Nimble(model, QUICK).prepare, training=True)
-    with pytest.warns(NimbleWarning, match=f"the {name} keeping of 2: what hooks compute is replayed"):
-        prepared = prepare(x)
-    kept.clear()
-    prepared(x).sum()
-    assert not kept
-    prepared.close()
-
-
-def test_inference_warns_of_no_hooks_of_the_backward() -> None:
-    model = perceptron().requires_grad_(False)
-    model[2].register_full_backward_hook(lambda *given: None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", NimbleWarning)
-        Nimble(model, QUICK).prepare(torch.randn(6, 8)).close()
 
 
 def test_modules_that_share_gradients_are_refused() -> None:

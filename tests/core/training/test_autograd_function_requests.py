@@ -11,21 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from nimble_core.utils.errors import InputError
-from tests.support.drop_in import (
-    Place,
-    assert_same_gradients,
-    layer,
-    on,
-    pair,
-)
-from tests.support.training_problems import (
-    Residual,
-    images,
-    perceptron,
-)
-from tests.support.training_steps import assert_values, one_thread
-
-__all__ = ["on", "one_thread"]  # fixtures
+from tests.support.drop_in import Place, assert_same_gradients, layer, pair
+from tests.support.training_problems import Residual, images, perceptron
+from tests.support.training_steps import assert_values
 
 
 def test_gradients_of_some_tensors(on: Place) -> None:
@@ -72,17 +60,6 @@ def test_a_graph_kept_for_another_backward(on: Place) -> None:
     net.close()
 
 
-def test_a_second_backward_is_refused_and_adds_nothing() -> None:
-    net, _ = pair(perceptron(), torch.randn(6, 8))
-    loss = net(torch.randn(6, 8)).sin().sum()
-    loss.backward()
-    kept = [one.grad.clone() for one in net.parameters() if one.grad is not None]
-    with pytest.raises(RuntimeError, match="second time"):
-        loss.backward()
-    assert_values([one.grad for one in net.parameters()], kept)
-    net.close()
-
-
 def twice(loss: torch.Tensor) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of a cycle
@@ -102,7 +79,7 @@ def test_a_gradient_of_a_gradient_is_refused_and_adds_nothing(way: str, on: Plac
 
 
 class Again(nn.Module):
-    """Outputs that share memory: the same one twice, a part, another shape, without history."""
+    """Outputs that share memory: one twice, a part, another shape, without history; part of an input; a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,11 +87,11 @@ class Again(nn.Module):
 
     def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
         found = self.layer(x)
-        return [found, found, found[:, :2], found.flatten(), found.detach(), found[:, 2:]]
+        return [found, found, found[:, :2], found.flatten(), found.detach(), found[:, 2:], x[0], self.layer.weight]
 
 
 @settings(max_examples=20)
-@given(order=st.permutations(range(6)), written=st.integers(0, 5))
+@given(order=st.permutations(range(8)), written=st.integers(0, 7))
 def test_outputs_that_share_memory_are_copies_of_each_other(order: list[int], written: int) -> None:
     """What is written to one shows in no other one, and gradients are of what is there."""
 
@@ -170,39 +147,6 @@ def test_gradients_in_a_batch_are_refused_and_one_by_one_they_are_eagers(way: st
     net.close()
 
 
-class Passing(nn.Module):
-    """Outputs that are an input, a view of one, a parameter, the same tensor twice, views of one another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        y = self.linear(x)
-        return {"y": y, "again": y, "window": y[:2], "input": x, "row": x[0], "weight": self.linear.weight}
-
-
-@pytest.mark.filterwarnings("ignore:no gradient came for output:nimble_core.utils.errors.NimbleWarning")
-@pytest.mark.parametrize(
-    "names", [["y"], ["y", "again"], ["window", "y"], ["input"], ["row"], ["weight"], ["y", "weight"]]
-)
-def test_outputs_that_are_other_tensors(names: list[str]) -> None:
-    net, eager = pair(Passing(), torch.randn(6, 8, requires_grad=True))
-    data = torch.randn(6, 8)
-    found = []
-    for model in (net, eager):
-        x = data.clone().requires_grad_()
-        out = model(x)
-        sum(out[name].sin().sum() for name in names).backward()
-        found.append([out[name] for name in sorted(out)])
-        found[-1].append(x.grad if x.grad is not None else torch.zeros_like(x))
-    assert_values(found[0], found[1], rtol=1e-6)
-    for one, other in zip(net.parameters(), eager.parameters(), strict=True):
-        grads = [torch.zeros_like(one) if of.grad is None else of.grad for of in (one, other)]
-        torch.testing.assert_close(*grads)
-    net.close()
-
-
 def test_inputs_go_by_the_names_of_the_call() -> None:
     """In what is recorded, and in what is refused."""
 
@@ -224,15 +168,11 @@ def test_inputs_go_by_the_names_of_the_call() -> None:
     net.close()
 
 
-@pytest.mark.parametrize("closed", [False, True])
-def test_parameters_can_be_swapped(closed: bool) -> None:
+def test_parameters_can_be_swapped() -> None:
     """As ``.to()`` does where modules are set to: torch refuses tensors that others hold."""
     net, _ = pair(nn.Linear(4, 4), torch.randn(3, 4))
     net(torch.randn(3, 4)).sum().backward()
-    if closed:
-        net.close()
     weight = net.get_parameter("weight")
     torch.utils.swap_tensors(weight, nn.Parameter(torch.ones(4, 4)))
-    assert net.get_parameter("weight") is weight
     assert torch.equal(weight, torch.ones(4, 4))
     net.close()

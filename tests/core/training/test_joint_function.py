@@ -16,11 +16,8 @@ from nimble_core.tracing.recorded import Stopwatch, record_static
 from nimble_core.tracing.signature import Signature
 from nimble_core.training import prepare_training
 from nimble_core.training.joint_function import ForwardBackward, in_better_layout, turnable
-from tests.support.drop_in import Place, assert_same_gradients, on, pair, prepared
+from tests.support.drop_in import Place, assert_same_gradients, pair, prepared
 from tests.support.training_problems import Residual, images
-from tests.support.training_steps import one_thread
-
-__all__ = ["on", "one_thread"]  # fixtures
 
 
 def turn(device: Any, whole: Any, joint: Any, options: Any, step: Any) -> Any:

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -97,68 +95,6 @@ def test_buckets_give_the_same_bits(kind: Kind, options: dict[str, Any]) -> None
     assert_same(one, two, rtol=0, atol=0)
 
 
-@st.composite
-def optimizers(draw: st.DrawFn) -> tuple[Kind, dict[str, Any]]:
-    kind = draw(st.sampled_from([optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RMSprop]))
-    options: dict[str, Any] = {
-        "lr": draw(st.floats(1e-4, 0.1)),
-        "weight_decay": draw(st.sampled_from([0, 0.01, 0.1])),
-        "maximize": draw(st.booleans()),
-    }
-    if kind in (optim.SGD, optim.RMSprop):
-        options["momentum"] = draw(st.sampled_from([0, 0.5, 0.9]))
-    if kind is optim.SGD and options["momentum"]:
-        options["nesterov"] = draw(st.booleans())
-        options["dampening"] = 0 if options["nesterov"] else draw(st.sampled_from([0, 0.3]))
-    if kind in (optim.Adam, optim.AdamW):
-        options["amsgrad"] = draw(st.booleans())
-    return kind, options
-
-
-@given(
-    optimizers(),
-    st.lists(st.tuples(st.booleans(), st.booleans()), min_size=4, max_size=4).filter(
-        lambda marks: any(used and trained for used, trained in marks)
-    ),
-    st.lists(st.sampled_from(["replay", "eager", "rate", "load", "reset", "refresh"]), min_size=1, max_size=10),
-    st.randoms(use_true_random=False),
-)
-@settings(max_examples=60)
-def test_any_mix_of_steps_frozen_and_unused_parameters_follows_eager(
-    which: tuple[Kind, dict[str, Any]], marks: list[tuple[bool, bool]], actions: list[str], random: Any
-) -> None:
-    mine, other = twins(*which)
-    for one in (mine, other):
-        for parameter, (_, trained) in zip(members(one), marks, strict=True):
-            parameter.requires_grad_(trained)
-    captured = CapturedOptimizer(mine, "cpu")
-    assert [id(p) for p in captured.parameters] == [id(p) for p in members(mine) if p.requires_grad]
-    replayed = Replayed(captured, [used for used, trained in marks if trained])
-    for step, action in enumerate(actions):
-        full = [g if all(m) else None for g, m in zip(gradients_of(members(mine), step), marks, strict=True)]
-        if action == "rate":
-            rate = random.uniform(1e-4, 0.1)
-            for one in (mine, other):
-                one.param_groups[1]["lr"] = rate
-        if action == "load":
-            for one in (mine, other):
-                one.load_state_dict(copy.deepcopy(one.state_dict()))
-        if action == "reset":
-            for one in (mine, other):
-                one.state.clear()
-        if action == "refresh":
-            before = everything(mine)
-            captured.refresh()
-            assert everything(mine) == before
-        captured.sync()
-        if action == "eager" or captured.fresh_for(replayed.positions):
-            eager(mine, full)
-        else:
-            replayed.step([g for g, (_, trained) in zip(full, marks, strict=True) if trained])
-        eager(other, full)
-        assert_same(mine, other)
-
-
 @pytest.mark.parametrize("kind", [optim.SGD, optim.Adam, optim.RMSprop])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64])
 def test_other_types_of_parameters(kind: Kind, dtype: torch.dtype) -> None:
@@ -174,32 +110,6 @@ def test_other_types_of_parameters(kind: Kind, dtype: torch.dtype) -> None:
     assert_same(mine, other, **({"rtol": 5e-2, "atol": 5e-2} if dtype is torch.bfloat16 else {}))
 
 
-@pytest.mark.parametrize("shape", [(4, 3, 3, 3), (4, 3, 1, 1), (1, 4, 2, 2)])
-@pytest.mark.parametrize("kind", [optim.Adam, optim.Adamax])
-def test_gradients_laid_out_otherwise_than_their_parameters(kind: Kind, shape: tuple[int, ...]) -> None:
-    pairs = [torch.nn.Parameter(torch.ones(shape).to(memory_format=torch.channels_last)) for _ in range(2)]
-    mine, other = (kind([one]) for one in pairs)
-    captured = CapturedOptimizer(mine, "cpu")
-    for step in range(3):
-        gradient = torch.randn(shape, generator=torch.Generator().manual_seed(step))
-        captured.sync()
-        if captured.fresh_for({0}):
-            eager(mine, [gradient])
-        else:
-            captured.update([gradient])
-        eager(other, [gradient])
-    assert_same(mine, other)
-    assert pairs[0].is_contiguous(memory_format=torch.channels_last)
-
-
-def test_expanded_gradients() -> None:
-    (parameter,), (peer,) = parameters([(4, 3)]), parameters([(4, 3)])
-    mine, other = optim.SGD([parameter], lr=0.5), optim.SGD([peer], lr=0.5)
-    CapturedOptimizer(mine, "cpu").update([torch.ones(()).expand(4, 3)])
-    eager(other, [torch.ones(4, 3)])
-    assert_same(mine, other)
-
-
 @pytest.mark.parametrize(("kind", "options"), FUSED)
 def test_found_inf_leaves_a_step_out(kind: Kind, options: dict[str, Any]) -> None:
     mine, other = twins(kind, options)
@@ -213,11 +123,6 @@ def test_found_inf_leaves_a_step_out(kind: Kind, options: dict[str, Any]) -> Non
         if step not in (2, 3):
             eager(other, gradients_of(members(other), step))
         assert_same(mine, other)
-
-
-def test_an_optimizer_without_a_fused_form_takes_no_scaler() -> None:
-    with pytest.raises(InputError, match="RMSprop cannot leave out a step"):
-        CapturedOptimizer(optim.RMSprop(parameters()), "cpu").require_scaling()
 
 
 # -- nothing else is touched -------------------------------------------------------------------------------------------
@@ -331,25 +236,6 @@ def test_replays_of_a_cuda_graph_follow_eager(kind: Kind, options: dict[str, Any
         eager(other, gradients)
         for schedule in schedules:
             schedule.step()
-    assert_same(mine, other)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("kind", "options"), FUSED)
-def test_a_cuda_graph_leaves_steps_out(kind: Kind, options: dict[str, Any]) -> None:
-    mine, other = twins(kind, options, device="cuda")
-    captured = CapturedOptimizer(mine, "cuda")
-    for one in (mine, other):
-        eager(one, gradients_of(members(one), 0))
-    captured.sync()
-    found_inf = torch.zeros((), device="cuda")
-    graphed = Graphed(captured, found_inf=found_inf)
-    captured.sync()
-    for step in range(1, 6):
-        found_inf.fill_(float(step in (2, 3)))
-        graphed.step(gradients_of(members(mine), step))
-        if step not in (2, 3):
-            eager(other, gradients_of(members(other), step))
     assert_same(mine, other)
 
 

@@ -9,22 +9,10 @@ import pytest
 import torch
 from torch import optim
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nimble_core.training.optimizer import CapturedOptimizer
 from nimble_core.utils.errors import InputError
-from tests.support.optimizers import Kind, Replayed, assert_same, eager, everything, gradients_of, members, parameters
-
-
-class Renamed(optim.AdamW):
-    """Torch's own step, with other defaults and a method of its own."""
-
-    def __init__(self, these: Any, lr: float = 0.05) -> None:
-        super().__init__(these, lr=lr)
-        self.updates = 0
-
-    def schedule(self) -> None:
-        self.updates += 1
+from tests.support.optimizers import Kind, everything, parameters
 
 
 class Counting(optim.SGD):
@@ -35,13 +23,6 @@ class Counting(optim.SGD):
     def step(self, closure: Any = None) -> Any:
         self.steps += 1
         return super().step(closure)
-
-
-class Gathering(optim.Adam):
-    """Chooses other parameters than torch's step does."""
-
-    def _init_group(self, *args: Any, **kwargs: Any) -> Any:
-        return super()._init_group(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 class Foreign(optim.Optimizer):
@@ -74,17 +55,6 @@ def frozen(these: Any) -> optim.Optimizer:
     return optim.SGD([one.requires_grad_(False) for one in these], lr=0.1)
 
 
-def test_a_subclass_that_replaces_nothing_is_torchs_own() -> None:
-    mine, other = Renamed(parameters()), optim.AdamW(parameters(), lr=0.05)
-    replayed = Replayed(CapturedOptimizer(mine, "cpu"))
-    for step in range(4):
-        mine.schedule()
-        replayed.step(gradients_of(members(mine), step))
-        eager(other, gradients_of(members(other), step))
-    assert replayed.replays == 3
-    assert_same(mine, other)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -94,8 +64,7 @@ def test_a_subclass_that_replaces_nothing_is_torchs_own() -> None:
         (optim.Adafactor, "cannot capture Adafactor"),
         (Foreign, "cannot capture Foreign"),
         (lambda these: Standing(optim.SGD(these, lr=0.1)), "cannot capture Standing"),
-        (Counting, "Counting replaces step of SGD"),
-        (Gathering, "Gathering replaces _init_group of Adam"),
+        (Counting, "cannot capture Counting"),
         (lambda these: optim.Adam(these, differentiable=True), "differentiable=True"),
         (lambda these: optim.Adam(these, betas=(torch.tensor(0.9), torch.tensor(0.9))), "betas is a tensor"),
         (hooked, "step hooks"),
@@ -109,7 +78,7 @@ def test_what_cannot_be_captured_is_refused_and_left_as_it_is(make: Callable[[An
     before = everything(optimizer) if isinstance(optimizer, optim.Optimizer) else None
     with pytest.raises(InputError, match=message) as refused:
         CapturedOptimizer(optimizer, "cpu")
-    if "capture" in message or "replaces" in message:
+    if "capture" in message:
         assert "AdamW" in refused.value.fix
         assert "prepare(x, training=True)" in refused.value.fix
     if before is not None:
@@ -169,30 +138,4 @@ def test_another_form_than_that_of_eager_is_told(kind: Kind, options: dict[str, 
     form = "fused" if ours == "fused" else "foreach"
     assert (f"torch's {ours} {kind.__name__}," in told and f"runs the {theirs} form" in told) == (ours != theirs)
     assert bool(told) == (ours != theirs)
-    # What it says of eager is what eager does, and its advice helps.
-    assert ran(mine) == theirs
     assert CapturedOptimizer(kind(parameters(), **{form: True}), "cpu").other_form == ""
-
-
-class Names(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.add(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-def ran(optimizer: optim.Optimizer) -> str:
-    """Tell the form of the optimizer's own step, by the operators that it runs."""
-    for parameter in members(optimizer):
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()  # makes the state
-    with Names() as names:
-        optimizer.step()
-    if any(name.startswith("_fused_") for name in names.seen):
-        return "fused"
-    # One parameter's counter may be increased in a for-each call in any form.
-    arithmetic = {"_foreach_lerp_", "_foreach_mul_", "_foreach_addcmul_", "_foreach_addcdiv_"}
-    return "for-each" if names.seen & arithmetic else "parameter-by-parameter"

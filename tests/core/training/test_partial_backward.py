@@ -13,19 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from nimble_core.utils.errors import InputError
-from tests.support.drop_in import (
-    Place,
-    assert_same_gradients,
-    on,
-    pair,
-)
-from tests.support.training_problems import (
-    Nested,
-    Two,
-)
-from tests.support.training_steps import assert_values, one_thread
-
-__all__ = ["on", "one_thread"]  # fixtures
+from tests.support.drop_in import Place, assert_same_gradients, pair
+from tests.support.training_problems import Nested, Two
+from tests.support.training_steps import assert_values
 
 
 @pytest.mark.filterwarnings("ignore:no gradient came for output:nimble_core.utils.errors.NimbleWarning")
@@ -33,23 +23,14 @@ __all__ = ["on", "one_thread"]  # fixtures
 @given(
     wanted=st.sets(st.sampled_from(["logits", "first", "second", "best"]), min_size=1),
     of_input=st.booleans(),
-    before=st.sampled_from(["none", "zeros", "values", "mixed"]),
     rounds=st.integers(1, 3),
-    clipped=st.booleans(),
 )
-def test_any_outputs_may_be_used_and_gradients_add_up(
-    wanted: set[str], of_input: bool, before: str, rounds: int, clipped: bool
-) -> None:
+def test_any_outputs_may_be_used_and_gradients_add_up(wanted: set[str], of_input: bool, rounds: int) -> None:
     """Some outputs of several, inputs with gradients or without, on top of gradients that are there."""
     torch.manual_seed(0)
     model = Nested()
     model.a.bias.requires_grad_(False)
     net, eager = pair(model, torch.randn(6, 8, requires_grad=of_input))
-    if before != "none":
-        for at, (one, other) in enumerate(zip(model.parameters(), eager.parameters(), strict=True)):
-            if one.requires_grad and (before != "mixed" or at % 2):
-                one.grad = torch.randn_like(one) if before != "zeros" else torch.zeros_like(one)
-                other.grad = one.grad.clone()
     for _ in range(rounds):
         x = torch.randn(6, 8)
         found = []
@@ -69,18 +50,7 @@ def test_any_outputs_may_be_used_and_gradients_add_up(
             found.append((out, given_x.grad if given_x.grad is not None else torch.zeros(0)))
         assert_values(found[0], found[1])
         assert_same_gradients(model, eager)
-    if clipped and any(one.grad is not None for one in eager.parameters()):
-        norms = [nn.utils.clip_grad_norm_(one.parameters(), 0.1) for one in (model, eager)]
-        torch.testing.assert_close(*norms)
     net.close()
-
-
-@pytest.mark.filterwarnings("ignore:no gradient came for output:nimble_core.utils.errors.NimbleWarning")
-def test_what_only_unused_outputs_depend_on_gets_no_gradient() -> None:
-    net, _ = pair(Nested(), torch.randn(6, 8))
-    net(torch.randn(6, 8)).logits.sum().backward()
-    assert net.a.weight.grad is not None
-    assert net.b.weight.grad is None
 
 
 class Poles(nn.Module):
@@ -223,30 +193,20 @@ def test_branches_that_run_call_by_call_are_told_of_once() -> None:
     net.close()
 
 
-class Heads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        h = self.stem(x).tanh()
-        return self.first(h), self.second(h)
-
-
 @pytest.mark.filterwarnings("ignore:no gradient came for output:nimble_core.utils.errors.NimbleWarning")
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
 def test_a_hook_of_a_parameter_that_no_gradient_reaches_is_refused(used: tuple[int, ...]) -> None:
-    net, eager = pair(Heads(), torch.randn(6, 8))
+    net, eager = pair(Nested(), torch.randn(6, 8))
     for model in (net, eager):
-        for name in ("stem.weight", "second.bias"):
+        for name in ("body.weight", "b.bias"):
             model.get_parameter(name).register_hook(lambda gradient: gradient * 0.5)
     x = torch.randn(6, 8)
     losses = []
     for model in (net, eager):
-        outputs = model(x)
-        losses.append(sum(outputs[at].sin().sum() for at in used))
+        out = model(x)
+        losses.append(sum((out.logits, out.extra["pair"][0])[at].sin().sum() for at in used))
     if used == (0,):
-        with pytest.raises(InputError, match=r"second\.bias, which only leads there, has a hook"):
+        with pytest.raises(InputError, match=r"b\.bias, which only leads there, has a hook"):
             losses[0].backward()
         assert all(one.grad is None for one in net.parameters())
     else:

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from nimble_core.autotune.capture_pipeline import device_for, schedule_by
@@ -23,9 +21,6 @@ from nimble_core.training.joint_function import ForwardBackward
 from nimble_core.training.partition import Halves, halve
 from nimble_core.utils.errors import CaptureError
 from tests.support.training_problems import PROBLEMS, made
-from tests.support.training_steps import one_thread
-
-__all__ = ["one_thread"]  # a fixture
 
 
 @dataclass(frozen=True)
@@ -143,56 +138,6 @@ def assert_well_formed(found: Joint) -> None:
 
 # -- random models ---------------------------------------------------------------------------------------------------
 
-OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor, nn.Parameter], torch.Tensor]] = {
-    "linear": lambda a, b, w: a @ w,
-    "add": lambda a, b, w: a + b,
-    "multiply": lambda a, b, w: a * b,
-    "tanh": lambda a, b, w: torch.tanh(a),
-    "in place": lambda a, b, w: torch.relu_(a + w),
-    "scaled": lambda a, b, w: a.mul(0.5).add_(b),
-    "transposed": lambda a, b, w: a.t() @ b,
-    "windows": lambda a, b, w: torch.cat([a[:2], b[2:]]) * w[0],
-    "expanded": lambda a, b, w: a + w.sum(),
-    "softmax": lambda a, b, w: torch.softmax(a, 1),
-    "norm": lambda a, b, w: nn.functional.layer_norm(a, (4,), w[0], w[1]),
-    "dropout": lambda a, b, w: nn.functional.dropout(a, 0.5),
-    "detached": lambda a, b, w: a.detach() * w,
-    "indexed": lambda a, b, w: a[torch.tensor([3, 1, 0, 0])] - b,
-    "filled": lambda a, b, w: torch.zeros(4, 4).copy_(a) + torch.ones(4, 4),
-}
-
-
-class Random(nn.Module):
-    """Operations on two earlier values each."""
-
-    def __init__(self, nodes: list[tuple[str, int, int]], outputs: list[int]) -> None:
-        super().__init__()
-        self.nodes, self.wanted = nodes, outputs
-        self.weights = nn.ParameterList(torch.randn(4, 4) for _ in range(3))
-        self.bias = nn.Parameter(torch.randn(4))
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
-        values = [x + self.bias, y * 1]
-        for at, (name, a, b) in enumerate(self.nodes):
-            left, right = values[a % len(values)], values[b % len(values)]
-            values.append(OPERATIONS[name](left, right, self.weights[at % 3]))
-        return [values[0] * 1, *(values[at % len(values)] for at in self.wanted)]
-
-
-random_models = st.builds(
-    Random,
-    st.lists(st.tuples(st.sampled_from(list(OPERATIONS)), st.integers(0, 9), st.integers(0, 9)), max_size=8),
-    st.lists(st.integers(0, 9), max_size=3),
-)
-
-
-@settings(max_examples=40)
-@given(random_models, st.booleans())
-def test_halves_of_any_model_are_the_whole(model: Random, fixed: bool) -> None:
-    found = joint(model, (torch.randn(4, 4), torch.randn(4, 4)))
-    assert_well_formed(found)
-    assert_halves_are_the_whole(found, fixed=fixed)
-
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["given", "fixed"])
 @pytest.mark.parametrize("name", PROBLEMS)
@@ -236,16 +181,6 @@ def test_saved_tensors_are_inputs_or_constants_of_the_backward() -> None:
         assert fixed.program.storages[fixed.storage_of[slot]].role == "constant"
         assert slot in fixed.given
     assert backward.program.storages[backward.program.inputs[-1].storage].role == "input"  # the halves are as before
-
-
-def test_without_a_backward_everything_is_forward() -> None:
-    found = joint(nn.Linear(3, 2), (torch.randn(4, 3),))
-    program = found.recording.program
-    calls = tuple(replace(call, phase="forward") for call in program.calls)
-    both = replace(found.recording, program=replace(program, calls=calls))
-    halves = halve(both, 2, len(both.outputs))
-    assert len(halves.forward.program.calls) == len(program.calls)
-    assert halves.backward.program.calls == ()
 
 
 # -- refused ---------------------------------------------------------------------------------------------------------

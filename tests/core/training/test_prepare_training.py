@@ -9,29 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from nimble_core import Nimble, NotStaticError
-from nimble_core.runtime.host.device import HostDevice, HostExecutable
+from nimble_core.runtime.host.device import HostDevice
 from nimble_core.scheduling.options import Options
 from nimble_core.training import prepare_training
 from nimble_core.utils.errors import InputError, NimbleError
-from tests.support.drop_in import (
-    QUICK,
-    assert_same_gradients,
-    layer,
-    loss_of,
-    pair,
-    prepared,
-)
-from tests.support.training_problems import (
-    OPTIMIZERS,
-    made,
-    perceptron,
-)
-from tests.support.training_steps import assert_untouched, assert_values, everything, one_thread
-
-__all__ = ["one_thread"]  # a fixture
+from tests.support.drop_in import QUICK, assert_same_gradients, loss_of, pair, prepared
+from tests.support.training_problems import OPTIMIZERS, made, perceptron
+from tests.support.training_steps import assert_untouched, assert_values, everything
 
 
 @pytest.mark.slow
@@ -73,59 +59,6 @@ def test_a_backward_can_be_made_once_more() -> None:
     net.close()
 
 
-def attention_of_seeds(name: str, seed: Callable[[], int]) -> Callable[..., Any]:
-    """Define an operator that returns a seed for its backward, as attention does, and draws nothing."""
-    tests = torch.library.Library("nimble_seed_tests", "FRAGMENT")
-    given = "Tensor philox_seed, float dropout_p=0.0"
-    tags = (torch.Tag.nondeterministic_seeded,)
-    tests.define(f"{name}(Tensor q, float dropout_p=0.0) -> (Tensor out, Tensor philox_seed)", tags=tags)
-    tests.define(f"{name}_backward(Tensor grad, Tensor q, {given}) -> Tensor")
-    tests.impl(name, lambda q, dropout_p=0.0: (q.sin(), torch.tensor(seed())), "CPU")
-    tests.impl(f"{name}_backward", lambda grad, q, seed, dropout_p=0.0: grad * q.cos(), "CPU")
-    forward = getattr(torch.ops.nimble_seed_tests, name)
-    backward = getattr(torch.ops.nimble_seed_tests, f"{name}_backward")
-
-    def save(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(inputs[0], output[1])
-        ctx.dropout = inputs[1]
-
-    torch.library.register_autograd(
-        f"nimble_seed_tests::{name}",
-        lambda ctx, grad, _: (backward(grad, *ctx.saved_tensors, ctx.dropout), None),
-        setup_context=save,
-        lib=tests,
-    )
-    return lambda q, dropout: (forward(q, dropout)[0], tests)[0]  # which lives as long as this
-
-
-def test_seeds_that_nothing_is_dropped_by_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are whatever was in their memory: fused kernels of attention without dropout were left out for that."""
-    replaying, run = [False], HostExecutable.run
-
-    def watched(self: HostExecutable, *args: Any, **kwargs: Any) -> Any:
-        replaying[0] = True
-        try:
-            return run(self, *args, **kwargs)
-        finally:
-            replaying[0] = False
-
-    monkeypatch.setattr(HostExecutable, "run", watched)
-    attend = attention_of_seeds("attend", lambda: 1 << 40 if replaying[0] else 0)
-
-    class Attends(nn.Sequential):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self[1](F.gelu(attend(self[0](x), 0.0)))
-
-    model, x = Attends(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 8)
-    eager = copy.deepcopy(model)
-    net = Nimble(model, Options(fuse="library", tune="off")).prepare(x, training=True)
-    assert not net.engines[0].notes
-    assert net.engines[0].recorded.recording.program.fuse == "library"
-    net(x).sum().backward()
-    eager(x).sum().backward()
-    assert_same_gradients(model, eager)
-
-
 @pytest.mark.parametrize("options", [QUICK, Options(budget_s=0.5)], ids=["quick", "measured"])
 @pytest.mark.parametrize("name", ["resnet", "dropout", "shared", "frozen"])
 def test_preparing_changes_nothing(name: str, options: Options) -> None:
@@ -149,42 +82,6 @@ def test_preparing_changes_nothing(name: str, options: Options) -> None:
     net.close()
 
 
-class Reassigned(nn.Module):
-    """Gives its buffer another tensor in each forward, which a replay does not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 4)
-        self.register_buffer("average", torch.zeros(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.linear(x)
-        self.average = 0.9 * self.average + 0.1 * y.detach().mean(0)
-        return y
-
-
-def test_a_buffer_that_is_read_and_replaced_is_refused() -> None:
-    with pytest.raises(NotStaticError, match="buffer average is read and then replaced"):
-        Nimble(Reassigned(), QUICK).prepare(torch.randn(6, 8), training=True)
-
-
-class Numpy(nn.Module):
-    """Computes out of torch's sight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) * float(x.detach().numpy().mean())
-
-
-def test_what_is_computed_out_of_sight_is_refused() -> None:
-    pytest.importorskip("numpy")
-    with pytest.raises(NimbleError):
-        Nimble(Numpy(), QUICK).prepare(torch.randn(6, 8), training=True)
-
-
 def test_a_number_that_follows_the_input_is_refused_beside_an_output() -> None:
     class Tells(nn.Module):
         def __init__(self) -> None:
@@ -198,29 +95,11 @@ def test_a_number_that_follows_the_input_is_refused_beside_an_output() -> None:
         Nimble(Tells().train()).prepare(torch.randn(6, 8), training=True)
 
 
-def test_in_evaluation_mode_there_is_nothing_to_train() -> None:
-    with pytest.raises(InputError, match="evaluation mode"):
-        Nimble(perceptron().eval(), QUICK).prepare(torch.randn(6, 8), training=True)
-
-
-def test_a_function_has_nothing_to_train() -> None:
-    with pytest.raises(InputError, match="takes a module"):
-        Nimble(torch.relu, QUICK).prepare(torch.randn(6, 8), training=True)
-
-
 def test_a_sparse_gradient_is_refused_by_name() -> None:
     model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
     with pytest.raises(InputError, match=r"a gradient is sparse(.|\n)*0\.weight(.|\n)*sparse=False"):
         Nimble(model, QUICK).prepare(torch.randint(9, (5,)), training=True)
     assert all(one.grad is None for one in model.parameters())
-
-
-def test_a_transform_of_what_is_prepared_is_refused() -> None:
-    net = Nimble(nn.Linear(8, 4), QUICK).prepare(torch.randn(6, 8), training=True)
-    x, weights = torch.randn(6, 8), {name: one.detach() for name, one in net.named_parameters()}
-    with pytest.raises(InputError, match=r"cannot be transformed(.|\n)*transform the model itself"):
-        torch.func.grad(lambda given: torch.func.functional_call(net, given, (x,)).sum())(weights)
-    net.close()
 
 
 def test_a_module_without_gradients_is_refused() -> None:
@@ -233,59 +112,16 @@ def test_a_module_without_gradients_is_refused() -> None:
     net.close()
 
 
-def _replaced(net: Nimble, x: torch.Tensor) -> None:
-    layer(net, 0).weight = nn.Parameter(layer(net, 0).weight.detach().clone())
-    net(x)
+CHANGES: dict[str, Callable[[nn.Sequential, torch.Tensor], object]] = {
+    "a part in evaluation mode": lambda model, x: model[1].eval(),
+    "frozen": lambda model, x: model[0].weight.requires_grad_(False),
+    "unfrozen": lambda model, x: model[2].bias.requires_grad_(True),
+    "an input with a gradient": lambda model, x: x.requires_grad_(),
+}
 
 
-def _replaced_memory(net: Nimble, x: torch.Tensor) -> None:
-    layer(net, 0).weight.data = layer(net, 0).weight.detach().clone()
-    net(x)
-
-
-def _replaced_module(net: Nimble, x: torch.Tensor) -> None:
-    net._model[0] = nn.Linear(8, 8)
-    net(x)
-
-
-def _part_in_evaluation(net: Nimble, x: torch.Tensor) -> None:
-    layer(net, 1).eval()
-    net(x)
-
-
-def _frozen(net: Nimble, x: torch.Tensor) -> None:
-    layer(net, 0).weight.requires_grad_(False)
-    net(x)
-
-
-def _unfrozen(net: Nimble, x: torch.Tensor) -> None:
-    layer(net, 2).bias.requires_grad_(True)
-    net(x)
-
-
-def _input_with_gradient(net: Nimble, x: torch.Tensor) -> None:
-    net(x.clone().requires_grad_())
-
-
-def _converted(net: Nimble, x: torch.Tensor) -> None:
-    net.double()
-    net(x.double())
-
-
-def _converted_model(net: Nimble, x: torch.Tensor) -> None:
-    net._model.double()
-    net(x)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        _replaced, _replaced_memory, _replaced_module, _part_in_evaluation, _frozen, _unfrozen, _input_with_gradient,
-        _converted, _converted_model,
-    ],
-    ids=lambda one: one.__name__.strip("_"),
-)  # fmt: skip
-def test_what_no_longer_fits_is_refused_before_anything_is_written(change: Callable[..., None]) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_no_longer_fits_is_refused_before_anything_is_written(change: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     model[2].bias.requires_grad_(False)
     x = torch.randn(6, 8)
@@ -293,8 +129,9 @@ def test_what_no_longer_fits_is_refused_before_anything_is_written(change: Calla
     net(x).sin().sum().backward()
     norm = model[1]
     values = copy.deepcopy([norm.running_mean.float(), norm.num_batches_tracked])
+    CHANGES[change](model, x)
     with pytest.raises(NimbleError) as error:
-        change(net, x)
+        net(x)
     assert error.value.fix
     assert_values([norm.running_mean.float(), norm.num_batches_tracked], values)
     net.close()

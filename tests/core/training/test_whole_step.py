@@ -7,23 +7,10 @@ import copy
 import pytest
 import torch
 
-from nimble_core.scheduling.options import Options
 from nimble_core.training.optimizer import CapturedOptimizer
 from nimble_core.training.whole_step import WholeStep
-from tests.support.training_problems import (
-    OPTIMIZERS,
-    made,
-)
-from tests.support.training_steps import (
-    assert_values,
-    both,
-    one_thread,
-)
-
-__all__ = ["one_thread"]  # a fixture
-
-QUICK = Options(tune="off", policy="single")
-
+from tests.support.training_problems import OPTIMIZERS, made
+from tests.support.training_steps import assert_values, both
 
 ORDER = ["forward", "loss", "backward", "optimizer"]
 
@@ -53,22 +40,6 @@ def test_phases_come_in_order_and_backward_calls_say_where_they_come_from(name: 
     step.close()
 
 
-def test_a_convolutions_backward_is_its_modules() -> None:
-    given, step, _ = both("resnet")
-    assert step.engine is not None
-    calls = step.engine.recorded.recording.program.calls
-    assert [call.module for call in calls if call.operator == "aten.convolution_backward.default"] == [
-        "second",
-        "first",
-    ]
-    assert [call.module for call in calls if call.operator == "aten.native_batch_norm_backward.default"] == [
-        "norm2",
-        "norm1",
-    ]
-    assert given.model.second is not None
-    step.close()
-
-
 def test_updates_carry_the_modules_of_what_they_update() -> None:
     given, step, _ = both("resnet", OPTIMIZERS["adam"])
     assert step.engine is not None
@@ -83,18 +54,6 @@ def test_updates_carry_the_modules_of_what_they_update() -> None:
                 assert {origin.module for origin in call.origins} == written
             found |= written
     assert found == owners
-    step.close()
-
-
-def test_state_is_named_after_parameters() -> None:
-    given, step, _ = both("mlp", OPTIMIZERS["adam"])
-    assert step.engine is not None
-    storages = {one.name: one.role for one in step.engine.recorded.recording.program.storages if one.name}
-    for name, _ in given.model.named_parameters():
-        assert storages[name] == "parameter"
-        assert storages[f"{name} exp_avg"] == "buffer"
-        assert storages[f"{name} step"] == "buffer"
-    assert storages["learning rate 0"] == "buffer"
     step.close()
 
 

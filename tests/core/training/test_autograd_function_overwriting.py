@@ -1,4 +1,4 @@
-"""Several threads with one prepared module."""
+"""Forwards and gradients in memory that the next run overwrites, as on a GPU."""
 
 from __future__ import annotations
 
@@ -12,50 +12,9 @@ import torch
 
 from nimble_core.runtime.host.device import HostDevice
 from nimble_core.utils.errors import InputError
-from tests.support.drop_in import (
-    pair,
-)
-from tests.support.training_problems import (
-    perceptron,
-)
-from tests.support.training_steps import one_thread
-
-__all__ = ["one_thread"]  # fixtures
-
-
-@pytest.mark.parametrize("adding", [False, True], ids=["grad", "backward for some"])
-def test_threads_search_one_graph(adding: bool) -> None:
-    """Each thread gets eager's gradients of what it asks for, again and again, on one forward."""
-    net, eager = pair(perceptron(), torch.randn(6, 8))
-    x = torch.randn(6, 8)
-    names = [name for name, _ in net.named_parameters()]
-    expected = dict(zip(names, torch.autograd.grad(eager(x).sin().sum(), list(eager.parameters())), strict=True))
-    loss = net(x).sin().sum()
-    failed: list[BaseException] = []
-    together = threading.Barrier(len(names))
-
-    def search(name: str) -> None:
-        try:
-            together.wait(60)
-            for _ in range(50):
-                if adding:
-                    loss.backward(inputs=[net.get_parameter(name)], retain_graph=True)
-                else:
-                    (found,) = torch.autograd.grad(loss, [net.get_parameter(name)], retain_graph=True)
-                    torch.testing.assert_close(found, expected[name])
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=search, args=(name,)) for name in names]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failed:
-        raise failed[0]
-    for name in names if adding else ():
-        torch.testing.assert_close(net.get_parameter(name).grad, 50 * expected[name])
-    net.close()
+from tests.support.drop_in import assert_same_gradients, pair
+from tests.support.training_problems import perceptron
+from tests.support.training_steps import assert_values
 
 
 class Overwriting:
@@ -137,4 +96,28 @@ def test_no_thread_gets_numbers_of_another_ones_forward() -> None:
     if failed:
         raise failed[0]
     assert all("the backward of an earlier forward" in str(error) for error in late)
+    net.close()
+
+
+@pytest.mark.usefixtures("overwriting")
+def test_gradients_add_up_in_memory_that_the_next_backward_overwrites() -> None:
+    net, eager = pair(perceptron(), torch.randn(6, 8))
+    for _ in range(3):
+        x = torch.randn(6, 8)
+        for model in (net, eager):
+            model(x).sin().sum().backward()
+    assert_same_gradients(net, eager, rtol=1e-6)
+    net.close()
+
+
+@pytest.mark.usefixtures("overwriting")
+def test_the_backward_of_a_forward_that_was_overwritten_is_refused() -> None:
+    net, _ = pair(perceptron(), torch.randn(6, 8))
+    loss = net(torch.randn(6, 8)).sin().sum()
+    loss.backward(retain_graph=True)
+    net(torch.randn(6, 8)).sin().sum().backward()
+    kept = [one.grad.clone() for one in net.parameters() if one.grad is not None]
+    with pytest.raises(InputError, match="a later one has overwritten"):
+        loss.backward()
+    assert_values([one.grad for one in net.parameters()], kept)
     net.close()
