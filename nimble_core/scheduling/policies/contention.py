@@ -86,13 +86,10 @@ def contention(
     plan = replace(best.plan, policy="contention")
     if plan.streams == 1:
         return plan
-    started = replace(plan, order=best.started)
-    issued = [started, plan]
-    if costs.source != "uniform":
-        order = tuple(run_order(best.started, plan.stream, plan.syncs))
-        issued.insert(0, replace(plan, order=order, priority=_urgent(graph, costs.ns)))
-    # Where a device runs few calls at a time, the order that they are issued in can cost time.
-    return next(one for one in issued if one is plan or trial.run(one).length_ns <= best.length_ns * TIE)
+    if costs.source == "uniform":
+        return replace(plan, order=best.started)
+    order = tuple(run_order(best.started, plan.stream, plan.syncs))
+    return replace(plan, order=order, priority=_urgent(graph, costs.ns))
 
 
 def _urgent(graph: CallGraph, ns: Sequence[float]) -> tuple[int, ...]:

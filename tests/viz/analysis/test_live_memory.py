@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nimble_core.ir.program import Access, Call, Program, Role, Storage, TensorRef
-from nimble_core.scheduling.live_bytes import serial_peak
+from nimble_core.scheduling.liveness import serial_peak
 from nimble_core.utils.units import format_bytes
 from nimble_viz.analysis.live_memory import HOLDERS, live_bytes, live_memory, live_text
 from nimble_viz.report.data import EngineMemory, Memory
