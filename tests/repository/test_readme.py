@@ -99,17 +99,6 @@ def test_a_module_that_is_not_described_would_be_noticed() -> None:
     assert misdescribed("nimble_viz", ARCHITECTURE.replace("**`traces/`**", "traces"))[0] == "traces"
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_architecture_lists_folders_in_the_order_of_the_layers(package: str) -> None:
-    import tomllib
-
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
-    (layers,) = [one["layers"] for one in settings["contracts"] if one.get("containers") == [package]]
-    wanted = [name.strip() for layer in layers for name in layer.split("|")]
-    shown = dict.fromkeys(folder.partition("/")[0] for folder in described(package, ARCHITECTURE))
-    assert [name for name in shown if name in wanted] == wanted
-
-
 def not_there(page: str) -> list[str]:
     """Names such as ```ir/costs.py:Costs``` that lead to nothing."""
     import ast
@@ -199,11 +188,6 @@ def test_links_lead_somewhere(name: str) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{name} links to {target}"
-
-
-def test_a_missing_command_would_be_noticed() -> None:
-    assert commands("```sh\nmake nothing   # a comment\n```\n") == ["make nothing"]
-    assert "nothing" not in make_targets()
 
 
 def test_the_results_of_eagers_kernels_are_those_of_the_committed_file() -> None:

@@ -13,12 +13,6 @@ def kernel(blocks: int, threads: int = 256, registers: int = 32, shared: int = 0
     return Kernel(call, "k", (blocks, 1, 1), (threads, 1, 1), registers, shared, 1, 1000.0)
 
 
-@given(st.integers(1, 5000), st.integers(1, 1024), st.integers(1, 255), st.integers(0, 227 << 10))
-def test_demand_is_a_share_and_grows_with_blocks(blocks: int, threads: int, registers: int, shared: int) -> None:
-    one, more = (kernel_demand(kernel(count, threads, registers, shared), GPU) for count in (blocks, blocks + 1))
-    assert 0 < one <= more <= 1
-
-
 def test_each_limit_binds() -> None:
     assert kernel_demand(kernel(132 * 8), GPU) == 1  # 2048 threads / 256
     assert kernel_demand(kernel(132, threads=32, registers=1), GPU) == 1 / 32  # block slots
@@ -50,7 +44,3 @@ def test_occupancy_falls_where_a_last_wave_is_thin() -> None:
     assert spilled is not None
     assert (full.waves, full.occupancy) == (1, 1)
     assert spilled.occupancy == (132 * 8 + 1) / (2 * 132 * 8)
-
-
-def test_copies_are_no_launches() -> None:
-    assert launch_of(kernel(0, threads=0), GPU) is None
