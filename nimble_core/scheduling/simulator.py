@@ -39,11 +39,6 @@ class DeviceModel:
     crowd: int = 4
     per_share: float = 0.0
 
-    @property
-    def crowded(self) -> bool:
-        """Whether calls slow each other down."""
-        return self.per_call > 0 or self.per_share > 0
-
 
 EXACT = DeviceModel()
 """Every call takes its isolated time, and the next one starts at once."""
@@ -135,7 +130,7 @@ def _run(schedule: Schedule, costs: Costs, device: DeviceModel) -> tuple[list[fl
     ready_ns = [0.0] * size
     waiting = [(0.0, call) for call in range(size) if not missing[call]]
     heapq.heapify(waiting)
-    running: _Running = _Crowd(device, costs.demand) if device.crowded else _Exact()
+    running = _Crowd(device, costs.demand)
     start_ns = [0.0] * size
     end_ns = [-1.0] * size
     now = 0.0
@@ -153,29 +148,6 @@ def _run(schedule: Schedule, costs: Costs, device: DeviceModel) -> tuple[list[fl
                 if not missing[follower]:
                     heapq.heappush(waiting, (ready_ns[follower], follower))
     return start_ns, end_ns
-
-
-class _Exact:
-    """Calls that take their isolated time, whatever runs beside."""
-
-    def __init__(self) -> None:
-        self._ends: list[tuple[float, int]] = []
-
-    @property
-    def calls(self) -> int:
-        return len(self._ends)
-
-    def start(self, call: int, now: float, ns: float) -> None:
-        heapq.heappush(self._ends, (now + ns, call))
-
-    def next_end(self, now: float) -> float:
-        return self._ends[0][0] if self._ends else inf
-
-    def finish(self, now: float) -> list[int]:
-        done = []
-        while self._ends and self._ends[0][0] <= now:
-            done.append(heapq.heappop(self._ends)[1])
-        return done
 
 
 @dataclass(slots=True)
@@ -233,6 +205,3 @@ class _Crowd:
                 del self._groups[demand]
         self.calls -= len(done)
         return sorted(done)
-
-
-_Running = _Exact | _Crowd

@@ -280,7 +280,6 @@ def rescheduled(**fields: Any) -> str:
         ("[" * 100_000, "not a plan"),
         (changed(schema_version=PLAN_VERSION + 1), "format 2, this version reads up to 1"),
         (changed(fingerprint="g" * 64), "not a SHA-256"),
-        (changed(operator_of=[0, 0, 0, 0, 0, 9]), "9 is not between 0 and 1"),
         (changed(kernels=[{"call": -1, "kernel": "k"}]), "-1 is not between 0 and"),
         (rescheduled(stream=[0] * 5), "5 streams for 6 calls"),
         (rescheduled(stream=[0, 0, 0, 0, 0, 2]), "streams have gaps"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from nimble_core.ir.observation import Observation
+from nimble_core.ir.timeline import Observation
 from nimble_core.profiling.machine import others_running
 from nimble_core.runtime.fake import FakeDevice
 from nimble_core.scheduling.options import Options

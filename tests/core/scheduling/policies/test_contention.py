@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,7 +11,7 @@ from nimble_core.ir.call_graph import CallGraph, graph_from_edges
 from nimble_core.ir.costs import Costs, uniform_costs
 from nimble_core.ir.measurement import TIE
 from nimble_core.scheduling.policies import critical_path, nimble, single
-from nimble_core.scheduling.policies.contention import STREAMS, contention, device_for
+from nimble_core.scheduling.policies.contention import STREAMS, contention
 from nimble_core.scheduling.simulator import EXACT, H200, DeviceModel, simulate
 from nimble_core.scheduling.verify_schedule import check_schedule
 from tests.support.strategies import costs_for, dags
@@ -22,10 +21,10 @@ DEVICES = st.sampled_from([EXACT, H200, DeviceModel(gap_ns=1.0, sync_ns=3.0, per
 
 @st.composite
 def measured(draw: st.DrawFn) -> tuple[CallGraph, Costs]:
-    """A graph and costs, in nanoseconds or thousands of them, with or without demand; or never measured."""
+    """A graph and costs, in nanoseconds or thousands of them, with or without demand."""
     graph = draw(dags())
-    costs = draw(costs_for(graph) | st.just(uniform_costs(graph.size)))
-    if costs.source != "uniform" and draw(st.booleans()):
+    costs = draw(costs_for(graph))
+    if draw(st.booleans()):
         share = st.lists(st.integers(1, 10).map(lambda tenths: tenths / 10), min_size=graph.size, max_size=graph.size)
         costs = replace(costs, ns=tuple(1000 * ns for ns in costs.ns), demand=tuple(draw(share)))
     return graph, costs
@@ -40,10 +39,9 @@ def test_valid_within_the_cap_and_never_slower_than_what_it_builds_on(
     assert plan.policy == "contention"
     assert plan.streams <= (cap or STREAMS)
     assert plan == contention(graph, costs, max_streams=cap, device=device)
-    model = device_for(costs, device)
-    taken = simulate(graph, plan, costs, model).length_ns
+    taken = simulate(graph, plan, costs, device).length_ns
     for policy in (single, nimble, critical_path):
-        rival = simulate(graph, policy(graph, costs, max_streams=cap), costs, model).length_ns
+        rival = simulate(graph, policy(graph, costs, max_streams=cap), costs, device).length_ns
         assert taken <= rival * TIE**2
 
 
@@ -73,12 +71,7 @@ def test_of_equally_fast_plans_the_one_with_fewer_streams_wins() -> None:
     assert contention(empty, Costs((0.0,) * 3, "given"), device=EXACT).streams == 1
 
 
-def test_unmeasured_calls_count_as_typical_ones() -> None:
-    fork = graph_from_edges(3, [(0, 1), (0, 2)])
-    assert device_for(uniform_costs(3), H200).gap_ns == pytest.approx(H200.gap_ns / 3000)
-    assert device_for(uniform_costs(3, 3000.0), H200) == H200
-    assert device_for(Costs((1.0,) * 3, "given"), H200) is H200
-    # As nanoseconds, 1.0 would not pay for any wait.
-    wide = graph_from_edges(12, [])
-    assert contention(wide, uniform_costs(12)).streams > 1
-    assert contention(fork, Costs((1.0,) * 3, "given")).streams == 1
+def test_unmeasured_calls_get_the_streams_of_nimble() -> None:
+    graph = graph_from_edges(12, [])
+    plan = contention(graph, uniform_costs(12), max_streams=4)
+    assert plan == replace(nimble(graph, uniform_costs(12), max_streams=4), policy="contention")
