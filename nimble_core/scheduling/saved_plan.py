@@ -33,7 +33,7 @@ __all__ = [
     "schedule_of",
 ]
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 MAX_BYTES = 64 << 20
 """A longer text is refused unread: plans of 100,000 calls take a tenth of it."""
@@ -57,8 +57,6 @@ class Plan:
         torch: version it was made with; another one may use it.
         inputs: the model's tensor inputs as text, e.g. ``"float32[8, 64]"``.
         operators: name of each call's operator.
-        max_streams: cap it was made under, None for none or unknown.
-        memory_limit: bytes it was made under, None for none or unknown.
         fuse: whose kernels the program runs (``Program.fuse``), and
         kernels: what was chosen while it was rewritten (``Program.choices``).
         schema_version: of the JSON.
@@ -71,8 +69,6 @@ class Plan:
     torch: str
     inputs: tuple[str, ...]
     operators: tuple[str, ...]
-    max_streams: int | None = None
-    memory_limit: int | None = None
     fuse: Fuse = "none"
     kernels: tuple[KernelChoice, ...] = ()
     schema_version: int = PLAN_VERSION
@@ -93,7 +89,7 @@ class Plan:
         """Read the plan in ``text``: return a consistent plan or raise, whatever the text holds. No code from it runs.
 
         Raises:
-            ReportFileError: not a plan, damaged, or written by a newer version; ``where`` names the field.
+            ReportFileError: not a plan, damaged, or of another format; ``where`` names the field.
         """
         import msgspec
 
@@ -103,11 +99,11 @@ class Plan:
         try:
             version = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).get("schema_version", msgspec.Raw(b"0"))
             number = msgspec.json.decode(version, type=int)
-            if number > PLAN_VERSION:
+            if number != PLAN_VERSION:
                 raise ReportFileError(
-                    f"the plan has format {number}, this version reads up to {PLAN_VERSION}",
+                    f"the plan has format {number}, this version reads format {PLAN_VERSION}",
                     where="schema_version",
-                    fix="upgrade nimble_viz, or make the plan again",
+                    fix="make the plan again",
                 )
             plan = msgspec.json.decode(data, type=cls)
         except msgspec.ValidationError as error:
@@ -128,7 +124,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     """Read a plan that ``Plan.save`` wrote.
 
     Raises:
-        ReportFileError: not a plan, damaged, or written by a newer version.
+        ReportFileError: not a plan, damaged, or of another format.
         OSError: the file cannot be read.
     """
     with open(os.fspath(path), "rb") as file:  # a number would be what is open under it
@@ -152,7 +148,7 @@ def fingerprint(program: Program, graph: CallGraph) -> str:
     >>> from nimble_core.ir.call_graph import build_graph
     >>> empty = Program((), (), (), ())
     >>> fingerprint(empty, build_graph(empty))[:8]
-    'a56b3ab4'
+    'cbf6da3f'
     """
     inputs, calls, edges = _inputs(program), program.calls, graph.edges
     head = f"nimble plan {PLAN_VERSION}\n{program.device}\n{len(inputs)} {len(calls)} {len(edges)}\n"
@@ -175,8 +171,6 @@ def make_plan(
     *,
     device_name: str = "",
     torch: str = "",
-    max_streams: int | None = None,
-    memory_limit: int | None = None,
 ) -> Plan:
     """Keep ``schedule`` with what is needed to use it again for the same program.
 
@@ -186,8 +180,6 @@ def make_plan(
         schedule: checked already, or to be checked where it is used.
         device_name: where it was made.
         torch: version it was made with.
-        max_streams: cap it was made under.
-        memory_limit: bytes it was made under.
 
     Raises:
         InputError: program, graph and schedule are not of one size.
@@ -207,8 +199,6 @@ def make_plan(
         torch=torch,
         inputs=_inputs(program),
         operators=tuple(call.operator for call in program.calls),
-        max_streams=max_streams,
-        memory_limit=memory_limit,
         fuse=program.fuse,
         kernels=program.choices,
     )
@@ -319,7 +309,6 @@ def _difference(plan: Plan, program: Program) -> tuple[str, str]:
 def _checked(plan: Plan) -> Plan:
     """Return ``plan`` if it is consistent in itself; else raise ReportFileError."""
     schedule, size = plan.schedule, len(plan.operators)
-    _require(plan.schema_version >= 1, "schema_version", f"there is no format {plan.schema_version}")
     _require(len(plan.fingerprint) == 64 and bool(_HEX.fullmatch(plan.fingerprint)), "fingerprint", "not a SHA-256")
     _require(len(schedule.stream) == size, "schedule.stream", f"{len(schedule.stream)} streams for {size} calls")
     _require(set(schedule.stream) == set(range(len(set(schedule.stream)))), "schedule.stream", "streams have gaps")
@@ -332,7 +321,6 @@ def _checked(plan: Plan) -> Plan:
     counts = schedule.counts
     amounts = (counts.full, counts.meg, counts.planned, schedule.meg_edges, schedule.matched)
     _within(amounts, _NOT_A_NUMBER, "schedule.counts")
-    _within((plan.max_streams or 0, plan.memory_limit or 0), _NOT_A_NUMBER, "max_streams, memory_limit")
     return plan
 
 
