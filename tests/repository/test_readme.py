@@ -25,12 +25,6 @@ def commands(text: str = README) -> list[str]:
     return [re.sub(r"\s+#.*", "", line) for line in lines if line and not line.startswith("#")]
 
 
-def make_targets() -> set[str]:
-    """Phony targets of the Makefile."""
-    found = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    return set(found[1].split()) if found else set()
-
-
 def test_python_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": "readme"}
@@ -143,11 +137,6 @@ def test_files_and_modules_that_are_named_exist(name: str) -> None:
         resolve_name(dotted)
 
 
-def test_make_targets_exist() -> None:
-    named = {word for line in commands() if line.startswith("make ") for word in line.split()[1:2]}
-    assert {"demo", "test"} <= named <= make_targets()
-
-
 def test_command_line_exists() -> None:
     lines = [line for line in commands() if line.startswith("python -m nimble_viz ")]
     assert lines
@@ -164,14 +153,6 @@ def test_command_line_exists() -> None:
         for word in rest:
             if word.startswith("--"):
                 assert word.partition("=")[0] in shown.stdout
-
-
-def test_factories_that_are_named_exist() -> None:
-    from examples import models
-
-    named = re.findall(r"examples[./]models(?:\.py)?:(\w+)", README)
-    assert named
-    assert set(named) <= set(models.__all__)
 
 
 def test_extras_that_are_named_exist() -> None:

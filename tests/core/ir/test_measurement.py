@@ -94,6 +94,13 @@ def test_a_ratio_of_few_samples_says_nothing() -> None:
         assert found.value == pytest.approx(5.0)
 
 
+def test_nothing_measured_and_nothing_taken() -> None:
+    with pytest.raises(ValueError, match="no samples"):
+        summarize("a", [])
+    nothing, something = summarize("a", [0.0] * 40), summarize("b", [1.0] * 40)
+    assert ratio(nothing, something).verdict == ratio(something, nothing).verdict == "undecided"
+
+
 def test_who_is_not_slower_and_what_is_open() -> None:
     draw = random.Random(3)
     times = {"fast": 100.0, "same": 101.0, "slow": 150.0}

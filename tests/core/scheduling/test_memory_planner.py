@@ -233,6 +233,14 @@ def test_shared_scratch_of_calls_side_by_side_is_stopped() -> None:
         check_memory(FORK, schedule, spoilt)
 
 
+def test_bytes_behind_a_later_block_keep_their_owner() -> None:
+    # Storage 3 lies in the middle of 1, which is dead by then; 4, on another stream, behind it in the same bytes.
+    program = program_of([([0], [1]), ([1], [2]), ([2], [3]), ([0], [4])], [8, 24, 8, 8, 8], outputs=[3, 4])
+    schedule = plan_streams(build_graph(program), [0, 0, 0, 1], policy="mine")
+    with pytest.raises(ScheduleError, match=r"storage 1 .* and storage 4 .* share bytes and nothing orders them"):
+        check_memory(program, schedule, MemoryPlan((-1, 0, 24, 8, 16), 32, alignment=1))
+
+
 def test_an_output_is_not_overwritten_and_nothing_leaves_the_arena() -> None:
     program = program_of([([0], [1]), ([0], [2]), ([2], [3])], [8] * 4, outputs=[1, 3])
     schedule = single(build_graph(program), uniform_costs(3))
