@@ -157,7 +157,7 @@ def failing_as_eager(program: Program, schedule: Schedule, memory: MemoryPlan) -
 
     A call that writes a buffer, a parameter or another lasting tensor runs after all earlier calls that may fail, and
     before all later ones, in program order. Streams stay as they are. Where order is missing, calls are issued in
-    program order, and memory is planned anew.
+    program order; memory is planned anew if they were not before.
 
     Args:
         program: the calls and what they touch.
@@ -185,13 +185,16 @@ def failing_as_eager(program: Program, schedule: Schedule, memory: MemoryPlan) -
         for u in {schedule.stream[call]: call for call in before}.values()  # the last call on each stream
         for v in after
     ]
-    if schedule.order == in_turn and not unconnected(happens_before(schedule), wanted):
+    same_order = schedule.order == in_turn
+    if same_order and not unconnected(happens_before(schedule), wanted):
         return schedule, memory
     graph = build_graph(program)
-    guarded = plan_streams(graph, schedule.stream, policy=schedule.policy, order=in_turn, extra=wanted)
+    extra = [*wanted, *schedule.syncs] if same_order else wanted  # the memory given may rely on waits of its own
+    guarded = plan_streams(graph, schedule.stream, policy=schedule.policy, order=in_turn, extra=extra)
     check_schedule(graph, guarded, program)
-    place = [storage for storage, offset in enumerate(memory.offsets) if offset >= 0]
-    memory = plan_memory(program, guarded, needs=memory.needs, place=place, alignment=memory.alignment)
+    if not same_order:
+        place = [storage for storage, offset in enumerate(memory.offsets) if offset >= 0]
+        memory = plan_memory(program, guarded, needs=memory.needs, place=place, alignment=memory.alignment)
     return guarded, check_memory(program, guarded, memory)
 
 
