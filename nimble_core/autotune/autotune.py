@@ -150,7 +150,7 @@ def eager_peak(device: Device, recorded: Recorded) -> int:
     Workspaces are included; what was there before (inputs, parameters) is not.
     """
     recording, calls = recorded.recording, len(recorded.recording.program.calls)
-    layout = device.lay_out(recording, Schedule("single", (0,) * calls, tuple(range(calls)), ()))
+    layout = device.lay_out(recording, Schedule("single", (0,) * calls, tuple(range(calls)), ()), stagger=False)
     if layout is None:
         return serial_peak(recording.program)
     running = list(map(add, layout.scratch, layout.workspaces))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from operator import gt
 from typing import Any
 
@@ -132,7 +133,8 @@ def _captured(
     try:
         if executable.raw is not None and executable.raw.owner:
             reused = reuse_hazards(layout.sized(program), ordered, memory) if layout and memory else ()
-            check_emitted(ordered, executable.raw, (*recorded.graph.edges, *reused), program)
+            shared = (pair for chain in (layout.chains if layout else ()) for pair in pairwise(chain))
+            check_emitted(ordered, executable.raw, (*recorded.graph.edges, *reused, *shared), program)
     except BaseException:
         executable.close()
         raise
@@ -141,7 +143,8 @@ def _captured(
 
 def _beside(layout: Layout) -> int:
     """Return the bytes that a layout asks for beside arena and scratch."""
-    return layout.front_nbytes + layout.kept_nbytes + layout.cells_nbytes + layout.beside_nbytes
+    kept = layout.front_nbytes + layout.kept_nbytes
+    return kept + layout.cells_nbytes + layout.staggered_nbytes + layout.beside_nbytes
 
 
 def _with_memory(
@@ -151,13 +154,15 @@ def _with_memory(
     limit: int | None,
     unplanned: int,
     costs: Costs | None,
+    *,
+    stagger: bool = True,
 ) -> tuple[Schedule, Layout | None, MemoryPlan | None]:
     """Plan where storages lie, and add order if a limit asks for it: checked.
 
-    ``unplanned`` bytes are known to be held beside all that is planned.
+    ``unplanned`` bytes are known to be held beside all that is planned. Workspaces are staggered if there is room.
     """
     program = recorded.recording.program
-    layout = device.lay_out(recorded.recording, schedule)
+    layout = device.lay_out(recorded.recording, schedule, stagger=stagger)
     if layout is None or len(program.storages) > _PLANNED_STORAGES:
         return schedule, None, plan_memory(program, schedule, place=())
     layout = _borrowing(layout, recorded)
@@ -165,6 +170,8 @@ def _with_memory(
     memory = plan_memory(program, schedule, needs=layout.needs, place=layout.arena)
     beside = _beside(layout) + unplanned
     if limit is not None and memory.held_nbytes + beside > limit:
+        if layout.staggered_nbytes:
+            return _with_memory(device, recorded, schedule, limit, unplanned, costs, stagger=False)
         schedule, layout, memory = _with_less_memory(device, recorded, schedule, layout, limit, beside, costs)
     check_memory(program, schedule, memory)
     return schedule, layout, memory
@@ -199,7 +206,7 @@ def _with_less_memory(
             fix="raise the limit, or prepare smaller inputs",
         ) from error
     check_schedule(recorded.graph, schedule, program)
-    layout = _borrowing(device.lay_out(recorded.recording, schedule) or layout, recorded)
+    layout = _borrowing(device.lay_out(recorded.recording, schedule, stagger=False) or layout, recorded)
     too_small = any(
         memory.offsets[storage] < 0 or program.storages[storage].nbytes < nbytes
         for storage, nbytes in layout.arena.items()

@@ -7,7 +7,8 @@ was, so that the block has to hold either; counts and sums of bytes do not show 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 __all__ = ["Ask", "Event", "Window", "asks_of"]
 
@@ -20,11 +21,13 @@ class Ask:
         nbytes: how much.
         storage: the storage it holds when the call is over, None for what the call frees again.
         freed_before: how many allocations the call had made when this one was freed; None: it held on to it.
+        zeroed: up to which byte a library sets it to zero before the call's first kernel.
     """
 
     nbytes: int
     storage: int | None = None
     freed_before: int | None = None
+    zeroed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +58,15 @@ class Window:
     storages: Mapping[int, int]
 
 
-def asks_of(events: Sequence[Event], windows: Sequence[Window]) -> tuple[tuple[Ask, ...], ...]:
+def asks_of(
+    events: Sequence[Event], windows: Sequence[Window], zeroed: Mapping[str, range] = MappingProxyType({})
+) -> tuple[tuple[Ask, ...], ...]:
     """List what each window asks for.
 
     Args:
         events: of one stream, in the order in which they happened.
         windows: of the calls.
+        zeroed: addresses that a call sets to zero before all else, by the label of its window.
 
     >>> history = [Event(7, 12, "relu"), Event(7, 0, "relu"), Event(7, 9, "relu"), Event(8, 4, "relu")]
     >>> [(ask.nbytes, ask.storage, ask.freed_before) for ask in asks_of(history, [Window("relu", {7: 5, 8: 6})])[0]]
@@ -72,6 +78,7 @@ def asks_of(events: Sequence[Event], windows: Sequence[Window]) -> tuple[tuple[A
     found = []
     for window in windows:
         asks: list[Ask] = []
+        addresses: list[int] = []
         held: dict[int, int] = {}
         own = labelled.get(window.label, [])
         # Up to the last allocation: what is freed after it matters to nobody.
@@ -79,6 +86,7 @@ def asks_of(events: Sequence[Event], windows: Sequence[Window]) -> tuple[tuple[A
         for event in own[: last + 1]:
             if event.nbytes:
                 held[event.address] = len(asks)
+                addresses.append(event.address)
                 asks.append(Ask(event.nbytes))
             elif event.address in held:
                 number = held.pop(event.address)
@@ -86,5 +94,11 @@ def asks_of(events: Sequence[Event], windows: Sequence[Window]) -> tuple[tuple[A
         for address, number in held.items():
             if address in window.storages:
                 asks[number] = Ask(asks[number].nbytes, window.storages[address])
+        fill = zeroed.get(window.label, range(0))
+        for number in reversed(range(len(asks)) if fill else ()):
+            start = addresses[number]
+            if start <= fill.start and fill.stop <= start + asks[number].nbytes:
+                asks[number] = replace(asks[number], zeroed=fill.stop - start)
+                break
         found.append(tuple(asks))
     return tuple(found)

@@ -92,8 +92,11 @@ class Device(Records, Protocol):
     def warm_up(self, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Run the model once as it is, so that libraries are loaded and tuned; leave no trace in its state."""
 
-    def lay_out(self, recording: Recording, schedule: Schedule) -> Layout | None:
-        """Lay out what of the calls' memory can be planned; None if the device looks after its memory itself."""
+    def lay_out(self, recording: Recording, schedule: Schedule, *, stagger: bool = True) -> Layout | None:
+        """Lay out what of the calls' memory can be planned; None if the device looks after its memory itself.
+
+        Without ``stagger`` workspaces take less memory and more time, on devices that stagger them.
+        """
 
     def capture(
         self,

@@ -117,7 +117,7 @@ class FakeDevice:
         self._eager_ns = self.costs(recording.program).total_ns + calls * self.overhead_ns_per_call
         return recording
 
-    def lay_out(self, recording: Recording, schedule: Schedule) -> Layout | None:
+    def lay_out(self, recording: Recording, schedule: Schedule, *, stagger: bool = True) -> Layout | None:
         """Lay out all results of all calls; none needs memory only while it runs."""
         return lay_out(recording.program, schedule)
 

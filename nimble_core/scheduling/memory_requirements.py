@@ -14,6 +14,7 @@ from nimble_core.ir.allocations import Ask
 from nimble_core.ir.program import Program
 from nimble_core.ir.schedule import Schedule
 from nimble_core.scheduling.memory_planner import ALIGNMENT, NOTHING_LENT, Lent, Needs
+from nimble_core.scheduling.workspace_zeroing import COUNTERS_NBYTES, Place, staggered
 
 __all__ = ["CELL_NBYTES", "SMALL_NBYTES", "Block", "Layout", "lay_out", "next_claim"]
 
@@ -35,16 +36,18 @@ class Block:
         nbytes: the most that any of them asks for.
         storage: the storage it holds when the call is over, None for what the call frees again.
         home: ``"arena"`` (shared with storages that are dead by then), ``"front"`` and ``"kept"`` (its own for good,
-            below and above the arena), ``"cell"`` (the same above kept, tiny, and nothing that lasts: nothing else
-            touches it in a replay), ``"workspace"`` (the call's own while it runs, in the arena) or ``"scratch"`` (the
-            same, above all).
-        offset: within front, kept or the cells.
+            below and above the arena), ``"cell"`` (the same above kept, tiny, and nothing that lasts), ``"staggered"``
+            (above them, see ``workspace_zeroing``), ``"workspace"`` (the call's own while it runs, in the arena) or
+            ``"scratch"`` (the same, above all).
+        offset: within front, kept, the cells or what is staggered.
+        untouched: bytes at its beginning that nothing touches between the beginning of a replay and the call.
     """
 
     nbytes: int
     storage: int | None
     home: str
     offset: int = 0
+    untouched: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,9 @@ class Layout:
         asked: how many allocations each call makes, and of how many bytes together.
         front_nbytes: what lies below the arena.
         kept_nbytes: what lies above it.
-        cells_nbytes: what lies above that, and below scratch.
+        cells_nbytes: what lies above that.
+        staggered_nbytes: what lies above that, and below scratch.
+        chains: calls that have a workspace there, in the order in which they use the same memory.
         beside_nbytes: what an engine holds beside all that: buffers for its inputs, constants.
         lent: memory that is there already.
         lent_address: where.
@@ -75,6 +80,8 @@ class Layout:
     front_nbytes: int = 0
     kept_nbytes: int = 0
     cells_nbytes: int = 0
+    staggered_nbytes: int = 0
+    chains: tuple[tuple[int, ...], ...] = ()
     beside_nbytes: int = 0
     lent: Lent = NOTHING_LENT
     lent_address: int = 0
@@ -101,17 +108,20 @@ def lay_out(
     asks: Sequence[Sequence[Ask]] = (),
     *,
     skip: frozenset[str] = frozenset(),
+    stagger: bool = True,
+    alignment: int = ALIGNMENT,
 ) -> Layout:
     """Decide where each allocation of each call may live.
 
     Small blocks are handed out by address: of a call's small results only the first that is used later can go to the
-    arena. Earlier ones lie below the arena, later ones above it, then cells, and scratch.
+    arena. Earlier ones lie below the arena, later ones above it, then cells, staggered workspaces, and scratch.
 
     Args:
         program: the calls and what they touch.
         schedule: gives the issue order: a storage is made by the first call that touches it.
         asks: what each call asks for; empty: for its results alone.
         skip: operators whose calls are not placed.
+        stagger: whether workspaces with counters have memory of their own.
     """
     made, touched = _made_by(program, schedule)
     outputs = {ref.storage for ref in program.outputs}
@@ -121,8 +131,15 @@ def lay_out(
         [] if call.operator in skip else _served(of_call) for call, of_call in zip(program.calls, all_asks, strict=True)
     ]
     lasting = {storage for storage, count in enumerate(touched) if count > 1} | outputs
-    shelves = {"front": 0, "kept": 0, "cell": 0}
-    blocks = [_blocks(slots, lasting, shelves) for slots in all_slots]
+    counting = {call: slot for call, slots in enumerate(all_slots) if (slot := _counting(slots, lasting))}
+    counters = {call: (slot.nbytes, slot.zeroed) for call, slot in counting.items()}
+    chains = staggered(schedule, counters, alignment) if stagger else ()
+    apart = {call: place for chain in chains for call, place in chain.items()}
+    ends = [place.offset + _aligned(counting[call].nbytes, alignment) for call, place in apart.items()]
+    shelves = _Shelves(alignment)
+    blocks = [
+        _blocks(slots, lasting, shelves, counting.get(call), apart.get(call)) for call, slots in enumerate(all_slots)
+    ]
     arena = {
         block.storage: block.nbytes
         for own in blocks
@@ -131,7 +148,7 @@ def lay_out(
     }
 
     def running(home: str) -> tuple[int, ...]:
-        return tuple(sum(_aligned(one.nbytes, ALIGNMENT) for one in own if one.home == home) for own in blocks)
+        return tuple(sum(_aligned(one.nbytes, alignment) for one in own if one.home == home) for own in blocks)
 
     return Layout(
         blocks=tuple(blocks),
@@ -139,32 +156,76 @@ def lay_out(
         scratch=running("scratch"),
         workspaces=running("workspace"),
         asked=tuple(asked),
-        front_nbytes=shelves["front"],
-        kept_nbytes=shelves["kept"],
-        cells_nbytes=shelves["cell"],
+        front_nbytes=shelves.front.nbytes,
+        kept_nbytes=shelves.kept.nbytes,
+        cells_nbytes=shelves.cells.nbytes,
+        staggered_nbytes=max(ends, default=0),
+        chains=tuple(map(tuple, chains)),
     )
 
 
-def _blocks(slots: Sequence[_Slot], lasting: Collection[int], shelves: dict[str, int]) -> tuple[Block, ...]:
-    """Choose a home for each block of one call; ``shelves`` are the bytes taken so far of homes that nobody shares."""
-    wanted = [place for place, slot in enumerate(slots) if slot.small and slot.storage in lasting]
-    first, last = (wanted[0], wanted[-1]) if wanted else (-1, -1)
+def _blocks(
+    slots: Sequence[_Slot], lasting: Collection[int], shelves: _Shelves, counting: _Slot | None, apart: Place | None
+) -> tuple[Block, ...]:
+    """Choose a home for each block of one call."""
+    first, last = _small_ones(slots, lasting)
     own: list[Block] = []
     for place, slot in enumerate(slots):
-        home = "scratch" if slot.small else "workspace"
-        above = any(block.home == "scratch" for block in own)
+        home, offset, untouched = "scratch" if slot.small else "workspace", 0, 0
+        above = any(block.home in ("staggered", "scratch") and block.nbytes <= SMALL_NBYTES for block in own)
         if slot.storage is not None and slot.storage in lasting and (not slot.small or place == first):
             home = "arena"
         elif slot.small and place < first:
-            home = "front"
+            home, offset = "front", shelves.front.put(slot.nbytes)
         elif slot.small and place <= last:
-            home = "kept"
+            home, offset = "kept", shelves.kept.put(slot.nbytes)
+        elif apart is not None and slot is counting:
+            home, offset, untouched = "staggered", apart.offset, apart.untouched
         elif slot.small and slot.nbytes <= CELL_NBYTES and not above:
-            home = "cell"
-        own.append(Block(slot.nbytes, slot.storage, home, shelves.get(home, 0)))
-        if home in shelves:
-            shelves[home] += _aligned(slot.nbytes, ALIGNMENT)
+            home, offset, untouched = "cell", shelves.cells.put(slot.nbytes), slot.nbytes
+        own.append(Block(slot.nbytes, slot.storage, home, offset, untouched))
     return tuple(own)
+
+
+def _small_ones(slots: Sequence[_Slot], lasting: Collection[int]) -> tuple[int, int]:
+    """Find the first and the last small block whose content lasts; -1 if none does."""
+    wanted = [place for place, slot in enumerate(slots) if slot.small and slot.storage in lasting]
+    return (wanted[0], wanted[-1]) if wanted else (-1, -1)
+
+
+def _counting(slots: Sequence[_Slot], lasting: Collection[int]) -> _Slot | None:
+    """Find the workspace with counters that is too large for a cell and may lie above the cells; None if there is none.
+
+    Small blocks are handed out by address: it has to come after those that last, and before those that are scratch.
+    """
+    _, last = _small_ones(slots, lasting)
+    for place, slot in enumerate(slots):
+        counts = 0 < slot.zeroed <= COUNTERS_NBYTES and slot.nbytes > CELL_NBYTES
+        beside = (one for one in slots[last + 1 : place] if one.small and one.nbytes > CELL_NBYTES)
+        if counts and (not slot.small or (place > last and not any(beside))):
+            return slot
+    return None
+
+
+class _Shelf:
+    """Blocks side by side."""
+
+    def __init__(self, alignment: int) -> None:
+        self.nbytes = 0
+        self._alignment = alignment
+
+    def put(self, nbytes: int) -> int:
+        """Return the offset of the next block."""
+        offset = self.nbytes
+        self.nbytes += _aligned(nbytes, self._alignment)
+        return offset
+
+
+class _Shelves:
+    """Where small blocks go that share their bytes with nothing: below the arena, above it, and cells."""
+
+    def __init__(self, alignment: int) -> None:
+        self.front, self.kept, self.cells = (_Shelf(alignment) for _ in range(3))
 
 
 def _made_by(program: Program, schedule: Schedule) -> tuple[list[list[int]], list[int]]:
@@ -198,6 +259,7 @@ class _Slot:
     nbytes: int
     storage: int | None = None
     free: bool = False
+    zeroed: int = 0
 
 
 def _served(asks: Sequence[Ask]) -> list[_Slot]:
@@ -218,6 +280,8 @@ def _served(asks: Sequence[Ask]) -> list[_Slot]:
         else:
             slot = _Slot(small, 0 if small else next_claim(ask.nbytes, _last_claim(slots)), 0)
             slots.append(slot)
+        # Counters are looked for in workspaces that hold nothing else, before or after.
+        slot.zeroed = ask.zeroed if ask.storage is None and not fits else 0
         slot.nbytes, slot.storage, slot.free = max(slot.nbytes, ask.nbytes), ask.storage, False
         holder.append(slot)
     return slots

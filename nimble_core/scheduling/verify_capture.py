@@ -6,7 +6,7 @@ The plan promises waits; the graph that will run has edges. They are compared he
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from nimble_core.algorithms.reachability import predecessor_lists, unconnected
@@ -60,19 +60,19 @@ def leading_fills(raw: RawGraph) -> tuple[int, ...]:
     )
 
 
-def begun_by(raw: RawGraph, first: int, instead_of: Collection[int]) -> RawGraph:
-    """Add a node that all others follow, and remove some; the neighbours of removed nodes stay in order.
+def begun_by(raw: RawGraph, firsts: Sequence[int], instead_of: Collection[int]) -> RawGraph:
+    """Add nodes that all others follow, and remove some; the neighbours of removed nodes stay in order.
 
     Args:
         raw: as it is.
-        first: handle of the new node, which fills memory; it is no call's.
+        firsts: handles of the new nodes, which fill memory; they are no call's.
         instead_of: nodes to leave out, by position.
 
     Complexity:
         O(edges) for nodes with few neighbours each.
 
     >>> raw = RawGraph((7, 8, 9), ("kernel", "memset", "kernel"), ((0, 1), (1, 2)), (0, 1, 1))
-    >>> begun_by(raw, 5, [1]) == RawGraph((5, 7, 9), ("memset", "kernel", "kernel"), ((0, 1), (1, 2)), (None, 0, 1))
+    >>> begun_by(raw, [5], [1]) == RawGraph((5, 7, 9), ("memset", "kernel", "kernel"), ((0, 1), (1, 2)), (None, 0, 1))
     True
     """
     before: list[set[int]] = [set() for _ in raw.nodes]
@@ -85,14 +85,15 @@ def begun_by(raw: RawGraph, first: int, instead_of: Collection[int]) -> RawGraph
         for head in after[node]:
             before[head] = (before[head] - {node}) | before[node]
     stay = [node for node in range(len(raw.nodes)) if node not in gone]
-    place = {node: position for position, node in enumerate(stay, start=1)}
+    new = range(len(firsts))
+    place = {node: position for position, node in enumerate(stay, start=len(firsts))}
     kept = {(tail, head) for head in stay for tail in before[head]}
-    begin = [(0, place[node]) for node in stay if not before[node]]
+    begin = [(first, place[node]) for node in stay if not before[node] for first in new]
     return RawGraph(
-        nodes=(first, *(raw.nodes[node] for node in stay)),
-        kinds=("memset", *(raw.kinds[node] for node in stay)),
+        nodes=(*firsts, *(raw.nodes[node] for node in stay)),
+        kinds=(*("memset" for _ in new), *(raw.kinds[node] for node in stay)),
         edges=tuple(sorted([*begin, *((place[tail], place[head]) for tail, head in kept)])),
-        owner=(None, *(raw.owner[node] for node in stay)),
+        owner=(*(None for _ in new), *(raw.owner[node] for node in stay)),
         ahead=tuple(sorted((place[tail], place[head]) for tail, head in raw.ahead if (tail, head) in kept)),
     )
 

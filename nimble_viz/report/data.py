@@ -261,8 +261,8 @@ class EngineMemory:
         name: of its schedule.
         arena: shared by all results of all calls and large workspaces of libraries, on all streams.
         unshared: what these results would take if each kept its memory, beside one workspace for all calls.
-        workspaces: the most that libraries need while one call runs; some older reports leave out those that begin with
-            counters.
+        workspaces: the most that libraries need while one call runs, but for those that begin with counters, which lie
+            beside the arena; in older reports all workspaces, which lay there.
     """
 
     name: str

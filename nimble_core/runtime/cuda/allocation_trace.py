@@ -27,12 +27,15 @@ class CaptureCounter:
 
     def __init__(self, probe: CaptureProbe, device: torch.device, trace: AllocationTrace | None) -> None:
         self.nodes = probe.nodes
+        self._probe = probe
         self._device = device
         self._trace = trace
+        self._first: dict[str, int] = {}
 
     def begin(self, label: str) -> None:
         """Attribute what is allocated and captured from now on to the call with this label."""
         if self._trace is not None:
+            self._first[label] = self.nodes()
             # A workspace that a library kept from the call before would not show.
             clear_cublas_workspaces()
             set_memory_metadata(label)
@@ -44,7 +47,11 @@ class CaptureCounter:
 
     def asks(self, windows: Sequence[Window]) -> tuple[tuple[Ask, ...], ...]:
         """Return what each call has asked the allocator for; nothing where that was not traced."""
-        return asks_of(self._trace.events(), windows) if self._trace is not None else ()
+        if self._trace is None:
+            return ()
+        first = {self._first[window.label]: window.label for window in windows}
+        zeroed = {first[node]: found for node, found in self._probe.zeroed(first).items()}
+        return asks_of(self._trace.events(), windows, zeroed)
 
     @contextmanager
     def outside(self) -> Iterator[None]:

@@ -114,12 +114,12 @@ class CudaDevice:
             counter = CaptureCounter(probe, self.device, trace)
             return record(model, signature, args=args, kwargs=kwargs, counter=counter, rewritten=rewritten)
 
-    def lay_out(self, recording: Recording, schedule: Schedule) -> Layout | None:
+    def lay_out(self, recording: Recording, schedule: Schedule, *, stagger: bool = True) -> Layout | None:
         """Lay out all that calls allocate, but for operators that were seen to allocate in another way."""
         program = recording.program
         if not places_memory() or len(recording.asks) < len(program.calls):
             return None
-        layout = lay_out(program, schedule, recording.asks, skip=frozenset(self._unplaced))
+        layout = lay_out(program, schedule, recording.asks, skip=frozenset(self._unplaced), stagger=stagger)
         return replace(layout, beside_nbytes=sum(ref.nbytes for ref in program.inputs))
 
     @retry_with_room

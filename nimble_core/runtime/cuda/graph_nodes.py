@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -60,6 +60,17 @@ class CaptureProbe:
         if code != 0:
             raise DeviceError(f"cuGraphGetNodes failed: error {code}")
         return self._count.value
+
+    def zeroed(self, nodes: Collection[int]) -> dict[int, range]:
+        """Return the addresses that each of these nodes zeroes, if it does only that. Raises DeviceError."""
+        if not nodes:
+            return {}
+        driver = self._driver
+        asked = driver.cuGraphGetNodes(driver.CUgraph(init_value=self._graph), self.nodes())
+        found, _ = _checked(asked, "cuGraphGetNodes")
+        there = [node for node in nodes if node < len(found)]
+        fills = {node: _zeroed(driver, found[node]) for node in there if _kind_of(driver, found[node]) == "memset"}
+        return {node: reach for node, reach in fills.items() if reach}
 
     def last(self, stream: int) -> tuple[int, ...]:
         """Return the nodes that the next node on ``stream`` would depend on (raw handles)."""
@@ -122,7 +133,7 @@ def linked(handle: int, raw: RawGraph, ahead: Sequence[tuple[int, int]]) -> RawG
     return replace(raw, ahead=tuple(sorted(ahead)))
 
 
-def zeroed_at_once(handle: int, raw: RawGraph, untouched: Mapping[int, Sequence[range]]) -> RawGraph:
+def zeroed_at_once(handle: int, raw: RawGraph, untouched: Sequence[Mapping[int, Sequence[range]]]) -> RawGraph:
     """Zero workspaces by one node at the graph's beginning instead of one for each call, where safe.
 
     A library may have a counter in its workspace that must be zero when its kernel begins: the kernel waits for a node
@@ -131,38 +142,43 @@ def zeroed_at_once(handle: int, raw: RawGraph, untouched: Mapping[int, Sequence[
     Args:
         handle: of the graph that ``raw`` was read from, which is changed.
         raw: as it is, with the call of each node; ``links_change``.
-        untouched: addresses that nothing touches between the beginning and a call, by call. They lie together, with
-            nothing in between that is of use at the beginning.
+        untouched: addresses that nothing touches between the beginning and a call, by call; of what lies together, and
+            has nothing in between that is of use at the beginning. One node for each such piece.
 
     Returns:
         ``raw`` where there is too little of that, or the driver refuses.
     """
     driver = _driver()
-    filled: dict[int, range] = {}
+    pieces: list[dict[int, range]] = [{} for _ in untouched]
     for node in leading_fills(raw):
         call = raw.owner[node]
-        if call is not None and call in untouched:
-            reach = _zeroed(driver, _node(driver, raw.nodes[node]))
-            if reach and any(reach[0] in one and reach[-1] in one for one in untouched[call]):
-                filled[node] = reach
-    if len(filled) < _WORTH:
-        return raw
+        for piece, of_calls in zip(pieces, untouched, strict=True):
+            if call is not None and call in of_calls:
+                reach = _zeroed(driver, _node(driver, raw.nodes[node]))
+                if reach and any(reach[0] in one and reach[-1] in one for one in of_calls[call]):
+                    piece[node] = reach
+    pieces = [piece for piece in pieces if len(piece) >= _WORTH]
     graph = driver.CUgraph(init_value=handle)
-    code, first = _add_fill(driver, graph, list(filled.values()))
-    if int(code) != 0:
+    firsts: list[Any] = []
+    for piece in pieces:
+        code, first = _add_fill(driver, graph, list(piece.values()))
+        if int(code) != 0:
+            return _without(driver, raw, firsts)
+        firsts.append(first)
+    if not firsts:
         return raw
-    made = begun_by(raw, int(first), filled)
+    handles, filled = [int(first) for first in firsts], [node for piece in pieces for node in piece]
+    made = begun_by(raw, handles, filled)
     there = {(raw.nodes[tail], raw.nodes[head]) for tail, head in raw.edges}
     missing = [edge for edge in made.edges if (made.nodes[edge[0]], made.nodes[edge[1]]) not in there]
     tails, heads = ([_node(driver, made.nodes[edge[end]]) for edge in missing] for end in (0, 1))
     usual = [driver.CUgraphEdgeData()] * len(missing)
     code, *_ = _of_edges(driver, "cuGraphAddDependencies")(graph, tails, heads, usual, len(missing))
     if int(code) != 0:
-        _checked(driver.cuGraphDestroyNode(first), "cuGraphDestroyNode")
-        return raw
+        return _without(driver, raw, firsts)
     # Only now, with all others in order: a fill that cannot go sets to zero what is zero already.
     gone = [node for node in filled if int(driver.cuGraphDestroyNode(_node(driver, raw.nodes[node]))[0]) == 0]
-    return begun_by(raw, int(first), gone)
+    return begun_by(raw, handles, gone)
 
 
 def _add_fill(driver: Any, graph: Any, reaches: Sequence[range]) -> tuple[Any, Any]:
@@ -174,6 +190,13 @@ def _add_fill(driver: Any, graph: Any, reaches: Sequence[range]) -> tuple[Any, A
     (context,) = _checked(driver.cuCtxGetCurrent(), "cuCtxGetCurrent")
     code, node = driver.cuGraphAddMemsetNode(graph, None, 0, once, context)
     return code, node
+
+
+def _without(driver: Any, raw: RawGraph, added: Sequence[Any]) -> RawGraph:
+    """Remove these nodes; return the graph as it was."""
+    for node in added:
+        _checked(driver.cuGraphDestroyNode(node), "cuGraphDestroyNode")
+    return raw
 
 
 def _zeroed(driver: Any, node: Any) -> range:

@@ -99,7 +99,7 @@ def read_and_link(
     graph: torch.cuda.CUDAGraph,
     bounds: Sequence[tuple[int, int]],
     recording: Recording,
-    untouched: Mapping[int, Sequence[range]],
+    untouched: Sequence[Mapping[int, Sequence[range]]],
 ) -> RawGraph:
     """Read a captured graph, and have kernels that may begin early launched ahead in its next instance.
 
@@ -108,7 +108,7 @@ def read_and_link(
         graph: as captured.
         bounds: of each call, its first node and the first after it.
         recording: of the calls.
-        untouched: addresses that nothing touches between the beginning of a replay and a call, by call; they lie
+        untouched: addresses that nothing touches between the beginning of a replay and a call, by call, of what lies
             together.
     """
     handle = graph.raw_cuda_graph()

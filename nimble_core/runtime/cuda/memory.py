@@ -40,14 +40,14 @@ class _Placement:
         blocks: ``(address, bytes)`` for each allocation of each call, in the order in which it asks.
         storages: address of each storage.
         inputs: address of each input whose buffer is planned, by storage.
-        untouched: addresses that nothing touches between the beginning of a replay and a call, by call: its cells. They
-            lie together, so that one node may set all of them to zero.
+        untouched: addresses that nothing touches between the beginning of a replay and a call, by call; of each chain
+            of staggered workspaces. Cells lie beside the first: one node may set all of that to zero.
     """
 
     blocks: Sequence[Sequence[tuple[int, int]]] = ()
     storages: Mapping[int, int] = field(default_factory=dict)
     inputs: Mapping[int, int] = field(default_factory=dict)
-    untouched: Mapping[int, Sequence[range]] = field(default_factory=dict)
+    untouched: Sequence[Mapping[int, Sequence[range]]] = ()
 
 
 def _regions(layout: Layout, memory: MemoryPlan) -> dict[str, int]:
@@ -57,6 +57,7 @@ def _regions(layout: Layout, memory: MemoryPlan) -> dict[str, int]:
         "arena": memory.nbytes,
         "kept": layout.kept_nbytes,
         "cell": layout.cells_nbytes,
+        "staggered": layout.staggered_nbytes,
         "scratch": memory.scratch_nbytes,
         "end": 0,
     }
@@ -71,7 +72,8 @@ def _place(layout: Layout, memory: MemoryPlan, start: int) -> _Placement:
         in_arena = start + regions["arena"] + offset - memory.start
         return in_arena if offset >= memory.start else layout.lent_address + offset
 
-    untouched: dict[int, list[range]] = {}
+    chain_of = {call: number for number, calls in enumerate(layout.chains) for call in calls}
+    untouched: list[dict[int, list[range]]] = [{} for _ in layout.chains or [()]]
     storages: dict[int, int] = {}
     planned = []
     for call, blocks in enumerate(layout.blocks):
@@ -90,8 +92,9 @@ def _place(layout: Layout, memory: MemoryPlan, start: int) -> _Placement:
                 address = start + regions[block.home] + block.offset
             if block.storage is not None:
                 storages[block.storage] = address
-            if block.home == "cell":
-                untouched.setdefault(call, []).append(range(address, address + block.nbytes))
+            if block.untouched:
+                chain = chain_of[call] if block.home == "staggered" else 0
+                untouched[chain].setdefault(call, []).append(range(address, address + block.untouched))
             placed.append((address, block.nbytes))
         planned.append(placed)
     inputs = {one: located(memory.offsets[one]) for one in layout.inputs if memory.offsets[one] >= 0}
@@ -145,7 +148,7 @@ class CudaArena:
         return self._places.inputs
 
     @property
-    def untouched(self) -> Mapping[int, Sequence[range]]:
+    def untouched(self) -> Sequence[Mapping[int, Sequence[range]]]:
         """Addresses that nothing touches between the beginning of a replay and a call; see ``zeroed_at_once``."""
         return self._places.untouched
 

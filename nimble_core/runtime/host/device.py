@@ -94,7 +94,7 @@ class HostDevice:
         """Record one live run. Raises CaptureError."""
         return record(model, signature, args=args, kwargs=kwargs, rewritten=rewritten)
 
-    def lay_out(self, recording: Recording, schedule: Schedule) -> Layout:
+    def lay_out(self, recording: Recording, schedule: Schedule, *, stagger: bool = True) -> Layout:
         """Lay out what calls can fill; other results, outputs among them, are allocated by their operators."""
         return lay_out_buffers(recording)
 

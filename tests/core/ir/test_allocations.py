@@ -57,6 +57,25 @@ def test_every_allocation_is_found_once(data: st.DataObject, calls: list[list[tu
         first += len(requests)
 
 
+def test_what_is_set_to_zero_is_of_the_last_that_was_there() -> None:
+    history = [
+        Event(64, 32, "one"),
+        Event(64, 0, "one"),
+        Event(64, 16, "one"),
+        Event(96, 8, "one"),
+        Event(64, 9, "two"),
+    ]
+    windows = [Window("one", {96: 5}), Window("two", {})]
+
+    def zeroed(fill: range) -> list[list[int]]:
+        return [[ask.zeroed for ask in asks] for asks in asks_of(history, windows, {"one": fill})]
+
+    assert zeroed(range(66, 70)) == [[0, 6, 0], [0]]
+    assert zeroed(range(64, 96)) == [[32, 0, 0], [0]]
+    assert zeroed(range(98, 104)) == [[0, 0, 8], [0]]
+    assert zeroed(range(60, 70)) == zeroed(range(90, 100)) == [[0, 0, 0], [0]]
+
+
 @pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt])
 def test_the_users_label_counts_for_no_call_and_is_put_back(
     error: type[BaseException] | None, monkeypatch: pytest.MonkeyPatch
@@ -80,7 +99,7 @@ def test_the_users_label_counts_for_no_call_and_is_put_back(
     }.items():
         monkeypatch.setattr(f"nimble_core.runtime.cuda.allocation_trace.{name}", replacement)
     stream: Any = SimpleNamespace(cuda_stream=1, device=torch.device("cuda", 0))
-    probe: Any = SimpleNamespace(nodes=lambda: 0)
+    probe: Any = SimpleNamespace(nodes=lambda: 0, zeroed=lambda nodes: dict.fromkeys(nodes, range(130, 134)))
     with pytest.raises(error) if error else nullcontext(), allocations_traced(stream) as trace:
         counter = CaptureCounter(probe, stream.device, trace)
         allocated(64)  # before the first call
@@ -89,5 +108,5 @@ def test_the_users_label_counts_for_no_call_and_is_put_back(
         if error:
             raise error
         counter.end()
-        assert counter.asks([Window("0", {128: 3})]) == ((Ask(8, 3),),)
+        assert counter.asks([Window("0", {128: 3})]) == ((Ask(8, 3, zeroed=6),),)
     assert label == "0"

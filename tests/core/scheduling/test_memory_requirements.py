@@ -12,6 +12,7 @@ from nimble_core.ir.schedule import Schedule
 from nimble_core.scheduling.memory_requirements import SMALL_NBYTES, Layout, lay_out, next_claim
 
 LARGE = SMALL_NBYTES + 1
+CALLS = 8
 
 
 def program(storages: list[int], calls: list[tuple[list[int], list[int]]], outputs: list[int]) -> Program:
@@ -129,7 +130,7 @@ def histories(draw: st.DrawFn) -> list[Ask]:
     asks = []
     for number in range(count):
         freed = draw(st.none() | st.integers(number + 1, count))
-        asks.append(Ask(draw(sizes), None, freed))
+        asks.append(Ask(draw(sizes), None, freed, draw(st.sampled_from([0, 4]))))
     kept = [number for number, ask in enumerate(asks) if ask.freed_before is None]
     storages = {number: 1 + place for place, number in enumerate(kept)}
     return [replace(ask, storage=storages.get(number)) for number, ask in enumerate(asks)]
@@ -137,9 +138,22 @@ def histories(draw: st.DrawFn) -> list[Ask]:
 
 @given(histories())
 def test_the_allocator_serves_every_request_from_a_block_that_can_hold_it(asks: list[Ask]) -> None:
-    kept = [ask.nbytes for ask in asks if ask.storage is not None]
-    results = list(range(1, len(kept) + 1))
-    blocks = lay_out(program([8, *kept], [([0], results)], results), plan(1), [asks]).blocks[0]
+    results = [ask for ask in asks if ask.storage is not None]
+    kept, count = [ask.nbytes for ask in results], len(results)
+    # Enough calls that ask for the same, so that their workspaces are worth being staggered.
+    made = program(
+        [8, *(kept * CALLS)],
+        [([0], list(range(1 + call * count, 1 + (call + 1) * count))) for call in range(CALLS)],
+        list(range(1, CALLS * count + 1)),
+    )
+    all_asks = [
+        [ask if ask.storage is None else replace(ask, storage=ask.storage + call * count) for ask in asks]
+        for call in range(CALLS)
+    ]
+    layout = lay_out(made, plan(CALLS), all_asks)
+    blocks = layout.blocks[0]
+    assert layout.chains in ((), (tuple(range(CALLS)),))
+    assert sum(block.home == "staggered" for block in blocks) == len(layout.chains)
     # The pool as ``runtime.cuda.allocator`` fills it. Small blocks are handed out by address, ascending.
     claim, pool = 0, []
     for block in blocks:
@@ -160,8 +174,37 @@ def test_the_allocator_serves_every_request_from_a_block_that_can_hold_it(asks: 
         assert pool[at][2].nbytes >= ask.nbytes
         if ask.storage is not None:
             assert pool[at][2].storage == ask.storage
-    order = {"front": 0, "arena": 1, "kept": 2, "cell": 3, "scratch": 4}
+    order = {"front": 0, "arena": 1, "kept": 2, "cell": 3, "staggered": 4, "scratch": 5}
     small_homes = [order[block.home] for block in blocks if block.nbytes <= SMALL_NBYTES]
     assert small_homes == sorted(small_homes)
     assert small_homes.count(1) <= 1
     assert not any(block.home == "cell" and block.storage is not None for block in blocks), "results last"
+
+
+def test_workspaces_with_counters_are_staggered_unless_something_is_in_the_way() -> None:
+    size = 17
+    made = program([8, *[100] * size], [([call], [call + 1]) for call in range(size)], [size])
+    small, large = Ask(700, zeroed=4), Ask(LARGE, None, 2, zeroed=600)
+    asks = [[Ask(100, call + 1), large if call % 2 else small] for call in range(size)]
+    asks[4] = [Ask(100, 5), Ask(900), small]  # small blocks are handed out by address, and scratch lies above
+    layout = lay_out(made, plan(size), asks)
+    blocks = [layout.blocks[call][-1] for call in range(size)]
+    assert [call for call in range(size) if blocks[call].home == "scratch"] == [4]
+    assert layout.chains == ((0, 2, 6, 8, 10, 12, 14, 16), (1, 3, 5, 7, 9, 11, 13, 15))
+    places = [(blocks[call].untouched, blocks[call].offset) for call in (16, 14, 0, 15, 1)]
+    end = 7 * 512 + 1024  # of the first chain
+    assert places == [(512, 0), (512, 512), (512, 7 * 512), (1024, end), (1024, end + 7 * 1024)]
+    assert layout.staggered_nbytes == blocks[1].offset + -(-LARGE // 512) * 512
+    assert layout.scratch == (0, 0, 0, 0, 2048, *[0] * 12)
+    assert layout.workspaces == (0,) * size
+    as_ever = lay_out(made, plan(size), asks, stagger=False)
+    assert (as_ever.staggered_nbytes, as_ever.chains) == (0, ())
+    assert as_ever.scratch[:6] == (1024, 0, 1024, 0, 2048, 0)
+    assert [bool(nbytes) for nbytes in as_ever.workspaces] == [call % 2 == 1 for call in range(size)]
+
+
+def test_a_workspace_whose_memory_a_result_gets_is_not_staggered() -> None:
+    size = 8
+    made = program([8, *[LARGE] * size], [([call], [call + 1]) for call in range(size)], [size])
+    asks = [[Ask(LARGE, None, 1, zeroed=4), Ask(LARGE, call + 1)] for call in range(size)]
+    assert {block.home for blocks in lay_out(made, plan(size), asks).blocks for block in blocks} == {"arena"}

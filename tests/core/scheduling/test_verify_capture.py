@@ -99,7 +99,7 @@ def test_what_fills_memory_at_once_leaves_the_order_of_all_others(
     firsts = {raw.owner.index(call) for call in range(graph.size)}
     assert set(leading) == {node for node in firsts if kinds[node] == "memset"}
     gone = data.draw(st.sets(st.sampled_from(leading))) if leading else set()
-    made = begun_by(raw, 7, gone)
+    made = begun_by(raw, [7], gone)
     assert made.nodes == (7, *(node for at, node in enumerate(raw.nodes) if at not in gone))
     assert made.kinds[0] == "memset"
     assert made.owner[0] is None

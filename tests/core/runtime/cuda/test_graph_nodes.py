@@ -137,16 +137,17 @@ class FillingDriver(Driver):
 
     def cuGraphAddMemsetNode(self, graph: int, before: None, count: int, what: Fill, where: str) -> tuple[int, int]:
         assert (before, count, where) == (None, 0, "context")
-        if self.refuses == "a node":
+        if self.refuses == ("a second node" if 99 in self.fills else "a node"):
             return Code(1), 0
-        self.fills[99] = what
-        return 0, 99
+        node = 98 if 99 in self.fills else 99
+        self.fills[node] = what
+        return 0, node
 
     def cuGraphAddDependencies(self, *args: Any) -> Any:
         return (Code(1),) if self.refuses == "edges" else super().cuGraphAddDependencies(*args)
 
     def cuGraphDestroyNode(self, node: int) -> tuple[int]:
-        if self.refuses == "to let go" and node != 99:
+        if self.refuses == "to let go" and node not in (98, 99):
             return (Code(1),)
         del self.fills[node]
         self.edges = {edge: kind for edge, kind in self.edges.items() if node not in edge}
@@ -185,7 +186,7 @@ def test_what_calls_zero_in_their_cells_is_zero_from_the_beginning(calls: list[s
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graph_nodes, "_driver", lambda: driver)
         cells = {call: [range(1024 + 512 * call, 1536 + 512 * call)] for call in range(len(calls))}
-        made = zeroed_at_once(7, raw, cells)
+        made = zeroed_at_once(7, raw, [cells])
     cells = [call for call, what in enumerate(calls) if what == "cell"]
     if len(cells) < 2:
         assert made is raw
@@ -211,7 +212,7 @@ def test_what_the_driver_refuses_leaves_the_graph_in_order(refuses: str) -> None
     raw = RawGraph((0, 1, 2, 3), ("memset", "kernel") * 2, tuple(sorted(edges)), (0, 0, 1, 1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graph_nodes, "_driver", lambda: driver)
-        made = zeroed_at_once(7, raw, {0: [range(1024, 1536)], 1: [range(1536, 2048)]})
+        made = zeroed_at_once(7, raw, [{0: [range(1024, 1536)], 1: [range(1536, 2048)]}])
     assert edges <= set(driver.edges)
     if refuses == "to let go":
         assert made.nodes == (99, 0, 1, 2, 3)
@@ -221,6 +222,31 @@ def test_what_the_driver_refuses_leaves_the_graph_in_order(refuses: str) -> None
         assert made is raw
         assert 99 not in driver.fills
         assert set(driver.edges) == edges
+
+
+@pytest.mark.parametrize("refuses", ["", "a second node", "edges"])
+def test_pieces_of_memory_far_from_each_other_have_nodes_of_their_own(refuses: str) -> None:
+    far = 1 << 30
+    edges = {(node, node + 1) for node in range(7)}
+    fills = {2 * call: Fill(1024 + 512 * (call // 2) + far * (call % 2), 4) for call in range(4)}
+    driver = FillingDriver(edges, fills, 8)
+    driver.refuses = refuses
+    raw = RawGraph(tuple(range(8)), ("memset", "kernel") * 4, tuple(sorted(edges)), (0, 0, 1, 1, 2, 2, 3, 3))
+    pieces = [
+        {call: [range(fills[2 * call].dst, fills[2 * call].dst + 512)] for call in calls} for calls in ((0, 2), (1, 3))
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graph_nodes, "_driver", lambda: driver)
+        made = zeroed_at_once(7, raw, pieces)
+    if refuses:
+        assert made is raw
+        assert driver.fills == fills
+        assert set(driver.edges) == edges
+        return
+    assert made.nodes == (99, 98, 1, 3, 5, 7)
+    assert [(driver.fills[node].dst, driver.fills[node].width) for node in (99, 98)] == [(1024, 516), (1024 + far, 516)]
+    assert {(made.nodes[tail], made.nodes[head]) for tail, head in made.edges} == set(driver.edges)
+    assert set(driver.edges) == {(99, 1), (98, 1), (1, 3), (3, 5), (5, 7)}
 
 
 def test_where_edges_have_no_kinds_or_cannot_be_removed_they_stay() -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from nimble_core import DeviceError, InputError, Nimble, Options
 from nimble_core.autotune.capture_pipeline import capture, device_for, schedule_by
+from nimble_core.runtime.cuda.graph_nodes import read_graph
 from nimble_core.scheduling.memory_planner import check_memory
+from nimble_core.scheduling.verify_capture import leading_fills
 from nimble_core.tracing.recorded import Stopwatch, check_inputs, record_static
 from tests.support.cuda_models import Towers, Wide, inputs, plans
 
@@ -73,6 +78,78 @@ def test_a_capture_gets_memory_that_ended_ones_hold(wide: Wide) -> None:
         net.close()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.fixture
+def tf32() -> Iterator[None]:
+    matmul = torch.backends.cuda.matmul
+    before, matmul.allow_tf32 = matmul.allow_tf32, True
+    yield
+    matmul.allow_tf32 = before
+
+
+def counting(rows: int = 4096) -> tuple[nn.Module, torch.Tensor]:
+    """Products in many rows, which cuBLAS gives kernels that count in their workspaces."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(768, 768), nn.ReLU()) for _ in range(10)]).cuda()
+    return model, torch.randn(rows, 768, device="cuda")
+
+
+def fills(executable: Any) -> tuple[int, int]:
+    """Nodes that calls begin with by setting memory to zero, and all that set memory."""
+    return len(leading_fills(executable.raw)), executable.raw.kinds.count("memset")
+
+
+def edges_by_handle(raw: Any) -> tuple[set[int], set[tuple[int, int]]]:
+    return set(raw.nodes), {(raw.nodes[tail], raw.nodes[head]) for tail, head in raw.edges}
+
+
+def counting_calls(device: Any, recorded: Any, executable: Any) -> tuple[int, int]:
+    """Calls that count in a workspace, and those of them whose workspaces are staggered."""
+    layout = device.lay_out(recorded.recording, executable.schedule)
+    return sum(any(ask.zeroed for ask in asks) for asks in recorded.recording.asks), sum(map(len, layout.chains))
+
+
+@pytest.mark.usefixtures("tf32")
+@pytest.mark.parametrize("policy", ["single", "nimble"])
+@torch.no_grad()
+def test_counters_of_workspaces_are_set_to_zero_at_once(policy: str) -> None:
+    model, x = counting()
+    net = Nimble(model, Options(fuse="none", tune="off", policy=policy)).prepare(x)
+    engine = net.engines[0]
+    calls, staggered = counting_calls(device_for(x.device), engine.recorded, engine.executable)
+    if calls < 8:
+        pytest.skip("cuBLAS sets nothing to zero for these products on this GPU")
+    assert staggered == calls
+    assert fills(engine.executable) == (0, 1)
+    assert edges_by_handle(engine.executable.raw) == edges_by_handle(
+        read_graph(engine.executable.graph.raw_cuda_graph())
+    )
+    for _ in range(5):
+        x = torch.randn_like(x)
+        assert torch.equal(net(x), model(x))
+    net.close()
+
+
+@pytest.mark.usefixtures("tf32")
+def test_gradients_are_right_where_counters_are_set_to_zero_at_once() -> None:
+    model, x = counting()
+    net = Nimble(model, Options(fuse="none", tune="off", policy="single")).prepare(x, training=True)
+    engine = net.engines[0]
+    if counting_calls(device_for(x.device), engine.recorded, engine.executable)[1]:
+        assert fills(engine.executable) == (0, 1)
+    for held in (engine.executable, engine.backward.executable):
+        assert edges_by_handle(held.raw) == edges_by_handle(read_graph(held.graph.raw_cuda_graph()))
+    for _ in range(3):
+        x = torch.randn_like(x)
+        model.zero_grad()
+        model(x).square().sum().backward()
+        expected = [parameter.grad for parameter in model.parameters()]
+        model.zero_grad()
+        net(x).square().sum().backward()
+        for parameter, gradient in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-2, atol=1e-3)
+    net.close()
 
 
 @torch.no_grad()
