@@ -32,7 +32,7 @@ from nimble_core.ir.call_graph import CallGraph, build_graph, predecessors
 from nimble_core.ir.costs import Costs
 from nimble_core.ir.program import Access, Call, Program, Storage, TensorRef
 from nimble_core.ir.schedule import Schedule
-from nimble_core.scheduling.live_bytes import release_plan
+from nimble_core.scheduling.liveness import release_plan
 from nimble_core.scheduling.memory_planner import plan_memory
 from nimble_core.scheduling.policies import POLICIES, nimble
 from nimble_core.scheduling.simulator import EXACT, H200, simulate

@@ -155,8 +155,6 @@ def _inference_engine(
             chosen.executable.schedule,
             device_name=device.name,
             torch=str(torch.__version__),
-            max_streams=options.max_streams,
-            memory_limit=options.memory_limit,
         )
     return Engine(
         signature=signature,

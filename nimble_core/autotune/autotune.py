@@ -28,11 +28,11 @@ from nimble_core.compiler.pipeline import follow, fuse
 from nimble_core.ir.candidates import Candidate, EqualityCheck
 from nimble_core.ir.costs import Costs
 from nimble_core.ir.measurement import interleave, undecided
-from nimble_core.ir.observation import Observation
 from nimble_core.ir.program import Fuse
 from nimble_core.ir.schedule import Schedule
+from nimble_core.ir.timeline import Observation
 from nimble_core.runtime.device import Device, Executable
-from nimble_core.scheduling.live_bytes import serial_peak
+from nimble_core.scheduling.liveness import serial_peak
 from nimble_core.scheduling.options import Options
 from nimble_core.scheduling.saved_plan import fingerprint, make_plan, schedule_of
 from nimble_core.tracing.recorded import Recorded, state_kept

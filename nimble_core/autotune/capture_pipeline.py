@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from nimble_core.ir.costs import Costs, uniform_costs
-from nimble_core.ir.observation import Observation
 from nimble_core.ir.schedule import Schedule
+from nimble_core.ir.timeline import Observation
 from nimble_core.runtime.device import Device, Executable, PlacementError
 from nimble_core.scheduling.memory_limit import limit_memory
 from nimble_core.scheduling.memory_planner import MemoryPlan, Needs, check_memory, plan_memory, reuse_hazards

@@ -10,7 +10,7 @@ from typing import Any
 from nimble_core.autotune.plans import Planned, variant_name
 from nimble_core.ir.candidates import Candidate, EqualityCheck
 from nimble_core.ir.costs import Costs
-from nimble_core.ir.observation import Observation
+from nimble_core.ir.timeline import Observation
 from nimble_core.runtime.device import Executable
 from nimble_core.tracing.recorded import Recorded
 from nimble_core.utils.errors import CaptureError, DeviceError, NimbleError, first_line

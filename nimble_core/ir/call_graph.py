@@ -9,15 +9,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nimble_core.algorithms.reachability import predecessor_lists, successor_lists
 from nimble_core.algorithms.transitive_reduction import transitive_reduction
 from nimble_core.ir.program import Program, TensorRef
 from nimble_core.utils.errors import InputError
-
-if TYPE_CHECKING:
-    from nimble_core.ir.schedule import Schedule
 
 __all__ = ["CallGraph", "build_graph", "disjoint", "graph_from_edges", "predecessors", "successors"]
 
@@ -44,12 +41,11 @@ class CallGraph:
     kinds: tuple[str, ...]
     meg: tuple[tuple[int, int], ...]
 
-    def to_networkx(self, program: Program | None = None, schedule: Schedule | None = None) -> Any:
+    def to_networkx(self, program: Program | None = None) -> Any:
         """Return a ``networkx.DiGraph`` over call indices.
 
         Args:
             program: adds ``label`` (short operator name) and ``module`` to the nodes.
-            schedule: adds ``stream`` to the nodes.
 
         Returns:
             A DiGraph whose edges have ``kinds`` (``"RAW+WAW"``) and ``meg`` (whether the edge is in the minimum
@@ -62,8 +58,6 @@ class CallGraph:
             attributes: dict[str, object] = {}
             if program is not None:
                 attributes.update(label=program.calls[call].label, module=program.calls[call].module)
-            if schedule is not None:
-                attributes["stream"] = schedule.stream[call]
             digraph.add_node(call, **attributes)
         kept = set(self.meg)
         for edge, kinds in zip(self.edges, self.kinds, strict=True):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from nimble_core.ir.costs import Kernel
 
-__all__ = ["Launch", "Multiprocessors", "call_demands", "kernel_demand", "launch_of"]
+__all__ = ["Launch", "Multiprocessors", "call_demands", "launch_of"]
 
 _RESERVED_SHARED_BYTES = 1024
 """Shared memory that CUDA keeps for itself in every block (compute capability 8.0 and later)."""
@@ -88,22 +88,12 @@ def launch_of(kernel: Kernel, gpu: Multiprocessors) -> Launch | None:
     return Launch(blocks, resident, min(1.0, blocks * warps * gpu.warp / held))
 
 
-def kernel_demand(kernel: Kernel, gpu: Multiprocessors) -> float:
-    """Share of the GPU's resident blocks that ``kernel`` fills, over 0 to 1; 0 for copies, which need none.
-
-    >>> gpu = Multiprocessors(count=100, threads=2048, registers=65536, shared_bytes=228 << 10)
-    >>> kernel_demand(Kernel(0, "gemm", (100, 1, 1), (256, 1, 1), 128, 0, 1, 5000.0), gpu)
-    0.5
-    """
-    found = launch_of(kernel, gpu)
-    return found.demand if found else 0.0
-
-
 def call_demands(kernels: Iterable[Kernel], calls: int, gpu: Multiprocessors) -> tuple[float, ...]:
     """Demand of each call: of its kernels, weighted with their time; 0 where none was seen."""
     filled, total = [0.0] * calls, [0.0] * calls
     for kernel in kernels:
         if kernel.call is not None:
-            filled[kernel.call] += kernel_demand(kernel, gpu) * kernel.duration_ns
+            launch = launch_of(kernel, gpu)
+            filled[kernel.call] += launch.demand * kernel.duration_ns if launch else 0.0
             total[kernel.call] += kernel.duration_ns
     return tuple(share / time if time else 0.0 for share, time in zip(filled, total, strict=True))

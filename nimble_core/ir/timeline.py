@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Lane", "SelfCheck", "Span", "Timeline"]
+from nimble_core.ir.costs import Costs
+
+__all__ = ["Lane", "Observation", "SelfCheck", "Span", "Timeline"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +101,11 @@ class Timeline:
         if not self.spans:
             return 0.0
         return max(span.end_ns for span in self.spans) - min(span.start_ns for span in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What was seen of the replays of one executable: when each call ran, and what each costs."""
+
+    timeline: Timeline
+    costs: Costs

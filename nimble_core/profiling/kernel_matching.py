@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING
 from nimble_core.algorithms.reachability import ancestors, predecessor_lists
 from nimble_core.ir.costs import Costs, Kernel
 from nimble_core.ir.measurement import quantile
-from nimble_core.ir.observation import Observation
 from nimble_core.ir.occupancy import Multiprocessors, call_demands
 from nimble_core.ir.schedule import Schedule
-from nimble_core.ir.timeline import Lane, SelfCheck, Span, Timeline
+from nimble_core.ir.timeline import Lane, Observation, SelfCheck, Span, Timeline
 from nimble_core.profiling.kernel_names import demangle, short_kernel_name
 from nimble_core.scheduling.verify_capture import RawGraph
 

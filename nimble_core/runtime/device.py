@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nimble_core.ir.observation import Observation
 from nimble_core.ir.schedule import Schedule, SyncCounts
+from nimble_core.ir.timeline import Observation
 from nimble_core.scheduling.memory_planner import MemoryPlan
 from nimble_core.scheduling.memory_requirements import Layout
 from nimble_core.scheduling.simulator import DeviceModel

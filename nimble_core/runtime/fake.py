@@ -11,10 +11,9 @@ import torch
 
 from nimble_core.ir.call_graph import build_graph
 from nimble_core.ir.costs import Costs
-from nimble_core.ir.observation import Observation
 from nimble_core.ir.program import Call, Program
 from nimble_core.ir.schedule import Schedule, SyncCounts
-from nimble_core.ir.timeline import Timeline
+from nimble_core.ir.timeline import Observation, Timeline
 from nimble_core.runtime.device import Executable, Timed
 from nimble_core.scheduling.memory_planner import MemoryPlan
 from nimble_core.scheduling.memory_requirements import Layout, lay_out

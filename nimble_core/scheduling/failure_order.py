@@ -6,16 +6,14 @@ several streams, other streams go on for a while after a call has failed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 
 from nimble_core.algorithms.reachability import unconnected
 from nimble_core.ir.call_graph import build_graph
 from nimble_core.ir.program import Call, Program
-from nimble_core.ir.schedule import Schedule, positions, stream_neighbours
-from nimble_core.scheduling.live_bytes import uses_in_turn
+from nimble_core.ir.schedule import Schedule
 from nimble_core.scheduling.liveness import happens_before
-from nimble_core.scheduling.memory_planner import MemoryPlan, check_memory, plan_memory, reuse_hazards
+from nimble_core.scheduling.memory_planner import MemoryPlan, check_memory, plan_memory
 from nimble_core.scheduling.policies.base import plan_streams
 from nimble_core.scheduling.verify_schedule import check_schedule
 
@@ -159,7 +157,7 @@ def failing_as_eager(program: Program, schedule: Schedule, memory: MemoryPlan) -
 
     A call that writes a buffer, a parameter or another lasting tensor runs after all earlier calls that may fail, and
     before all later ones, in program order. Streams stay as they are. Where order is missing, calls are issued in
-    program order.
+    program order; memory is planned anew if they were not before.
 
     Args:
         program: the calls and what they touch.
@@ -167,8 +165,7 @@ def failing_as_eager(program: Program, schedule: Schedule, memory: MemoryPlan) -
         memory: a checked plan for both.
 
     Returns:
-        A checked schedule, the same one where it has this order already, and memory that fits it: planned anew where
-        the given plan's waits contradict program order.
+        A checked schedule and memory that fits it: the same ones where they have this order already.
 
     Raises:
         ScheduleError: what is returned would race.
@@ -177,26 +174,27 @@ def failing_as_eager(program: Program, schedule: Schedule, memory: MemoryPlan) -
         Linear in accesses where no order is missing; else that of
         :func:`~nimble_core.scheduling.policies.base.plan_streams` for an order of at most calls * streams pairs.
     """
-    order, size = schedule.order, len(schedule.order)
-    alone = schedule.streams < 2 and order == tuple(range(size))
+    in_turn = tuple(range(len(schedule.order)))
+    alone = schedule.streams < 2 and schedule.order == in_turn
     groups = [] if alone else _groups(program)
     if len(groups) < 2:
         return schedule, memory
-    rank = positions(order)
-    wanted = _pairs(groups, schedule.stream, rank)
-    if not unconnected(happens_before(schedule), [(rank[u], rank[v]) for u, v in wanted]):
+    wanted = [
+        (u, v)
+        for before, after in pairwise(groups)
+        for u in {schedule.stream[call]: call for call in before}.values()  # the last call on each stream
+        for v in after
+    ]
+    same_order = schedule.order == in_turn
+    if same_order and not unconnected(happens_before(schedule), wanted):
         return schedule, memory
-    graph, in_turn = build_graph(program), range(size)
-    # The policy's own waits and those of shared bytes stay, unless one of them contradicts program order.
-    last_uses = (pair for calls in uses_in_turn(program, order) for pair in stream_neighbours(schedule.stream, calls))
-    kept = [*schedule.syncs, *reuse_hazards(program, schedule, memory), *last_uses]
-    fits = all(u < v for u, v in kept)
-    extra = [*(kept if fits else ()), *_pairs(groups, schedule.stream, in_turn)]
+    graph = build_graph(program)
+    extra = [*wanted, *schedule.syncs] if same_order else wanted  # the memory given may rely on waits of its own
     guarded = plan_streams(graph, schedule.stream, policy=schedule.policy, order=in_turn, extra=extra)
-    if not fits:
+    check_schedule(graph, guarded, program)
+    if not same_order:
         place = [storage for storage, offset in enumerate(memory.offsets) if offset >= 0]
         memory = plan_memory(program, guarded, needs=memory.needs, place=place, alignment=memory.alignment)
-    check_schedule(graph, guarded, program)
     return guarded, check_memory(program, guarded, memory)
 
 
@@ -216,16 +214,3 @@ def _groups(program: Program) -> list[list[int]]:
             groups.append([call.index])
             latest = kind
     return groups
-
-
-def _pairs(groups: Sequence[Sequence[int]], stream: Sequence[int], place: Sequence[int]) -> list[tuple[int, int]]:
-    """Pairs of calls that order the groups: of the group before, only the last call on each stream matters."""
-    pairs = []
-    for before, after in pairwise(groups):
-        last: dict[int, int] = {}
-        for call in before:
-            other = last.setdefault(stream[call], call)
-            if place[other] < place[call]:
-                last[stream[call]] = call
-        pairs += [(u, v) for v in after for u in last.values()]
-    return pairs

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -33,13 +33,11 @@ __all__ = [
     "schedule_of",
 ]
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 MAX_BYTES = 64 << 20
 """A longer text is refused unread: plans of 100,000 calls take a tenth of it."""
 
-_DIGITS = 8
-_LONGEST = 240
 _HEX = re.compile(r"[0-9a-f]*")
 _STORAGE = re.compile(r"%(\d+)")
 # Where an object lies and which of several devices it means are not what a call does.
@@ -58,13 +56,7 @@ class Plan:
         device_name: where it was made, e.g. ``"NVIDIA H200"``; another model of the same kind may use the plan.
         torch: version it was made with; another one may use it.
         inputs: the model's tensor inputs as text, e.g. ``"float32[8, 64]"``.
-        operators: names of the operators, each once.
-        operator_of: index into ``operators`` of each call.
-        tensors: 8 hexadecimal digits for each call: digest of the shapes and types of its tensors, and which they are.
-        arguments: likewise for its other arguments.
-        hazards: number of hazard edges.
-        max_streams: cap it was made under, None for none or unknown.
-        memory_limit: bytes it was made under, None for none or unknown.
+        operators: name of each call's operator.
         fuse: whose kernels the program runs (``Program.fuse``), and
         kernels: what was chosen while it was rewritten (``Program.choices``).
         schema_version: of the JSON.
@@ -77,12 +69,6 @@ class Plan:
     torch: str
     inputs: tuple[str, ...]
     operators: tuple[str, ...]
-    operator_of: tuple[int, ...]
-    tensors: str
-    arguments: str
-    hazards: int
-    max_streams: int | None = None
-    memory_limit: int | None = None
     fuse: Fuse = "none"
     kernels: tuple[KernelChoice, ...] = ()
     schema_version: int = PLAN_VERSION
@@ -93,7 +79,7 @@ class Plan:
         return self.schedule.policy
 
     def to_json(self) -> str:
-        """Return this plan as JSON, the same text each time; about 30 bytes for each call."""
+        """Return this plan as JSON, the same text each time; about 40 bytes for each call."""
         import msgspec
 
         return msgspec.json.encode(self).decode()
@@ -103,7 +89,7 @@ class Plan:
         """Read the plan in ``text``: return a consistent plan or raise, whatever the text holds. No code from it runs.
 
         Raises:
-            ReportFileError: not a plan, damaged, or written by a newer version; ``where`` names the field.
+            ReportFileError: not a plan, damaged, or of another format; ``where`` names the field.
         """
         import msgspec
 
@@ -113,11 +99,11 @@ class Plan:
         try:
             version = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).get("schema_version", msgspec.Raw(b"0"))
             number = msgspec.json.decode(version, type=int)
-            if number > PLAN_VERSION:
+            if number != PLAN_VERSION:
                 raise ReportFileError(
-                    f"the plan has format {number}, this version reads up to {PLAN_VERSION}",
+                    f"the plan has format {number}, this version reads format {PLAN_VERSION}",
                     where="schema_version",
-                    fix="upgrade nimble_viz, or make the plan again",
+                    fix="make the plan again",
                 )
             plan = msgspec.json.decode(data, type=cls)
         except msgspec.ValidationError as error:
@@ -138,7 +124,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     """Read a plan that ``Plan.save`` wrote.
 
     Raises:
-        ReportFileError: not a plan, damaged, or written by a newer version.
+        ReportFileError: not a plan, damaged, or of another format.
         OSError: the file cannot be read.
     """
     with open(os.fspath(path), "rb") as file:  # a number would be what is open under it
@@ -162,9 +148,20 @@ def fingerprint(program: Program, graph: CallGraph) -> str:
     >>> from nimble_core.ir.call_graph import build_graph
     >>> empty = Program((), (), (), ())
     >>> fingerprint(empty, build_graph(empty))[:8]
-    'a56b3ab4'
+    'cbf6da3f'
     """
-    return _combined(program.device, _inputs(program), _described(program), graph.edges)
+    inputs, calls, edges = _inputs(program), program.calls, graph.edges
+    head = f"nimble plan {PLAN_VERSION}\n{program.device}\n{len(inputs)} {len(calls)} {len(edges)}\n"
+    digest = sha256(head.encode())
+    for text in inputs:
+        digest.update(f"{text}\n".encode())
+    number = _numbered(program)
+    for call in calls:
+        text = "\n".join((call.operator, *_tensor_lines(call, number), *_argument_lines(call, number)))
+        digest.update(f"{len(text)} {text}\n".encode())
+    for u, v in edges:
+        digest.update(f"{u} {v}\n".encode())
+    return digest.hexdigest()
 
 
 def make_plan(
@@ -174,8 +171,6 @@ def make_plan(
     *,
     device_name: str = "",
     torch: str = "",
-    max_streams: int | None = None,
-    memory_limit: int | None = None,
 ) -> Plan:
     """Keep ``schedule`` with what is needed to use it again for the same program.
 
@@ -185,8 +180,6 @@ def make_plan(
         schedule: checked already, or to be checked where it is used.
         device_name: where it was made.
         torch: version it was made with.
-        max_streams: cap it was made under.
-        memory_limit: bytes it was made under.
 
     Raises:
         InputError: program, graph and schedule are not of one size.
@@ -197,22 +190,15 @@ def make_plan(
             f"a graph of {graph.size} and a schedule of {len(schedule.stream)} calls for a program of {size}",
             fix="pass values made from one program",
         )
-    described, counts = _described(program), schedule.counts
-    names = {name: index for index, name in enumerate(dict.fromkeys(call.operator for call in program.calls))}
+    counts = schedule.counts
     return Plan(
         schedule=replace(schedule, counts=SyncCounts(counts.full, counts.meg, counts.planned)),
-        fingerprint=_combined(program.device, _inputs(program), described, graph.edges),
+        fingerprint=fingerprint(program, graph),
         device=program.device,
         device_name=device_name,
         torch=torch,
         inputs=_inputs(program),
-        operators=tuple(names),
-        operator_of=tuple(names[call.operator] for call in program.calls),
-        tensors="".join(one.tensors[:_DIGITS] for one in described),
-        arguments="".join(one.arguments[:_DIGITS] for one in described),
-        hazards=len(graph.edges),
-        max_streams=max_streams,
-        memory_limit=memory_limit,
+        operators=tuple(call.operator for call in program.calls),
         fuse=program.fuse,
         kernels=program.choices,
     )
@@ -223,10 +209,9 @@ def require_match(plan: Plan, program: Program, graph: CallGraph) -> None:
 
     The model of the device and the version of torch may differ: the schedule stays correct (see :func:`plan_notes`).
     """
-    described, inputs = _described(program), _inputs(program)
-    if plan.fingerprint == _combined(program.device, inputs, described, graph.edges):
+    if plan.fingerprint == fingerprint(program, graph):
         return
-    what, where = _difference(plan, program, described, inputs, graph)
+    what, where = _difference(plan, program)
     raise InputError(
         f"the plan was made for another program: {what}",
         where=where,
@@ -264,16 +249,8 @@ def plan_notes(plan: Plan, *, device_name: str = "", torch: str = "") -> tuple[s
     return tuple(notes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Described:
-    """What a call does; tensors and arguments as digests."""
-
-    operator: str
-    tensors: str
-    arguments: str
-
-
-def _described(program: Program) -> list[_Described]:
+def _numbered(program: Program) -> dict[int, int]:
+    """Number storages in the order of their first use."""
     number: dict[int, int] = {}
     for ref in program.inputs:
         number.setdefault(ref.storage, len(number))
@@ -281,10 +258,7 @@ def _described(program: Program) -> list[_Described]:
         for access in call.accesses:
             if access.ref.numel:  # a result of no elements may be missing where shapes are worked out without running
                 number.setdefault(access.ref.storage, len(number))
-    return [
-        _Described(call.operator, _digest(_tensor_lines(call, number)), _digest(_argument_lines(call, number)))
-        for call in program.calls
-    ]
+    return number
 
 
 def _tensor_lines(call: Call, number: dict[int, int]) -> Iterator[str]:
@@ -310,27 +284,9 @@ def _tensor(ref: TensorRef) -> str:
     return f"{ref.dtype}{list(ref.sizes)}"
 
 
-def _digest(lines: Iterable[str]) -> str:
-    return sha256("\n".join(lines).encode()).hexdigest()
-
-
-def _combined(
-    device: str, inputs: Sequence[str], described: Sequence[_Described], edges: Sequence[tuple[int, int]]
-) -> str:
-    digest = sha256(f"nimble plan {PLAN_VERSION}\n{device}\n{len(inputs)} {len(described)} {len(edges)}\n".encode())
-    for text in inputs:
-        digest.update(f"{text}\n".encode())
-    for one in described:
-        digest.update(f"{one.operator} {one.tensors} {one.arguments}\n".encode())
-    for u, v in edges:
-        digest.update(f"{u} {v}\n".encode())
-    return digest.hexdigest()
-
-
-def _difference(
-    plan: Plan, program: Program, described: Sequence[_Described], inputs: Sequence[str], graph: CallGraph
-) -> tuple[str, str]:
+def _difference(plan: Plan, program: Program) -> tuple[str, str]:
     """Describe the first difference, and say where it is."""
+    inputs, calls = _inputs(program), program.calls
     if plan.device != program.device:
         return f"one for {plan.device}, this one runs on {program.device}", ""
     if len(plan.inputs) != len(inputs):
@@ -340,35 +296,20 @@ def _difference(
             name = program.storages[ref.storage].name or "an input"
             return f"{name} is {here} where the plan has {there}", ""
     sizes = ""
-    if len(described) != len(plan.operator_of):
-        sizes = f"it has {len(described)} calls, the plan {len(plan.operator_of)}; "
-    for index, (one, operator) in enumerate(zip(described, plan.operator_of, strict=False)):
-        at, where = slice(index * _DIGITS, (index + 1) * _DIGITS), str(program.calls[index])
-        if one.operator != plan.operators[operator]:
-            return f"{sizes}call {index} is {one.operator} where the plan has {plan.operators[operator]}", where
-        if one.tensors[:_DIGITS] != plan.tensors[at]:
-            shapes = ", ".join(_tensor(access.ref) for access in program.calls[index].accesses)[:_LONGEST]
-            return f"{sizes}call {index}, {one.operator}, has other tensors than in the plan: here {shapes}", where
-        if one.arguments[:_DIGITS] != plan.arguments[at]:
-            texts = ", ".join(f"{name}={text}" for name, text in program.calls[index].arguments)[:_LONGEST]
-            return f"{sizes}call {index}, {one.operator}, has other arguments than in the plan: here {texts}", where
+    if len(calls) != len(plan.operators):
+        sizes = f"it has {len(calls)} calls, the plan {len(plan.operators)}; "
+    for call, operator in zip(calls, plan.operators, strict=False):
+        if call.operator != operator:
+            return f"{sizes}call {call.index} is {call.operator} where the plan has {operator}", str(call)
     if sizes:
         return f"{sizes}up to the end of the shorter one they are the same", ""
-    if len(graph.edges) != plan.hazards:
-        return f"it has {len(graph.edges)} hazards between calls, the plan {plan.hazards}", ""
-    return "its hazards join other calls, or the plan was changed after it was made", ""
+    return "the same operators with other tensors, arguments or hazards, or the plan was changed after it was made", ""
 
 
 def _checked(plan: Plan) -> Plan:
     """Return ``plan`` if it is consistent in itself; else raise ReportFileError."""
-    schedule, size = plan.schedule, len(plan.operator_of)
-    _require(plan.schema_version >= 1, "schema_version", f"there is no format {plan.schema_version}")
+    schedule, size = plan.schedule, len(plan.operators)
     _require(len(plan.fingerprint) == 64 and bool(_HEX.fullmatch(plan.fingerprint)), "fingerprint", "not a SHA-256")
-    _within(plan.operator_of, len(plan.operators), "operator_of")
-    for name, digests in (("tensors", plan.tensors), ("arguments", plan.arguments)):
-        _require(
-            len(digests) == _DIGITS * size and bool(_HEX.fullmatch(digests)), name, f"not {_DIGITS} digits per call"
-        )
     _require(len(schedule.stream) == size, "schedule.stream", f"{len(schedule.stream)} streams for {size} calls")
     _require(set(schedule.stream) == set(range(len(set(schedule.stream)))), "schedule.stream", "streams have gaps")
     _require(sorted(schedule.order) == list(range(size)), "schedule.order", "it does not name every call once")
@@ -379,8 +320,7 @@ def _checked(plan: Plan) -> Plan:
     _within((choice.call for choice in plan.kernels), _NOT_A_NUMBER, "kernels")
     counts = schedule.counts
     amounts = (counts.full, counts.meg, counts.planned, schedule.meg_edges, schedule.matched)
-    _within((*amounts, plan.hazards), _NOT_A_NUMBER, "schedule.counts, hazards")
-    _within((plan.max_streams or 0, plan.memory_limit or 0), _NOT_A_NUMBER, "max_streams, memory_limit")
+    _within(amounts, _NOT_A_NUMBER, "schedule.counts")
     return plan
 
 

@@ -30,7 +30,6 @@ class DeviceModel:
         per_call: slowdown by each call that runs beside.
         crowd: calls beside one, above which more do not slow it further.
         per_share: slowdown by calls beside that fill the whole device.
-        concurrency: most calls that run at one time, None for no limit.
     """
 
     name: str = "exact"
@@ -39,12 +38,6 @@ class DeviceModel:
     per_call: float = 0.0
     crowd: int = 4
     per_share: float = 0.0
-    concurrency: int | None = None
-
-    @property
-    def crowded(self) -> bool:
-        """Whether calls slow each other down."""
-        return self.per_call > 0 or self.per_share > 0
 
 
 EXACT = DeviceModel()
@@ -65,13 +58,12 @@ def simulate(
 ) -> Timeline:
     """Run a schedule on a clock of its own; deterministic.
 
-    A call starts as soon as the call before it on its stream has ended ``gap_ns`` ago, each call it waits for has ended
-    ``sync_ns`` ago, and one of ``concurrency`` places is free. Of several that could start at one time, higher
-    priority goes first, then the earlier in issue order.
+    A call starts as soon as the call before it on its stream has ended ``gap_ns`` ago and each call it waits for has
+    ended ``sync_ns`` ago. Priorities are not looked at.
 
     Args:
         graph: gives the number of calls; its hazards are the business of ``check_schedule``.
-        schedule: streams, order, waits and priorities.
+        schedule: streams, order and waits.
         costs: isolated duration of each call, and its demand.
         device: what it runs on.
         names: label of each call's span; ``"call 3"`` where not given.
@@ -80,7 +72,7 @@ def simulate(
         A timeline with one lane per stream and one span per call.
 
     Raises:
-        InputError: costs or schedule of another number of calls, or ``concurrency`` below 1.
+        InputError: costs or schedule of another number of calls.
         ScheduleError: the schedule deadlocks.
 
     Complexity:
@@ -94,13 +86,17 @@ def simulate(
     >>> simulate(graph, nimble(graph, uniform_costs(5)), uniform_costs(5)).length_ns
     4.0
     """
-    _require_fit(graph, schedule, costs, device)
-    rank = _ranks(schedule)
-    start_ns, end_ns = _run(schedule, costs, device, rank)
+    size = graph.size
+    if len(costs.ns) != size or len(schedule.stream) != size:
+        raise InputError(
+            f"costs of {len(costs.ns)} and a schedule of {len(schedule.stream)} calls for a graph of {size}",
+            fix="pass values made from one program",
+        )
+    start_ns, end_ns = _run(schedule, costs, device)
     stuck = next((call for call, end in enumerate(end_ns) if end < 0), None)
     if stuck is not None:
         raise ScheduleError(f"the schedule deadlocks: call {stuck} is never reached", fix="run check_schedule on it")
-    order = sorted(range(graph.size), key=lambda call: (start_ns[call], rank[call][1]))
+    order = sorted(schedule.order, key=start_ns.__getitem__)
     return Timeline(
         run=schedule.policy,
         source="simulated",
@@ -111,25 +107,6 @@ def simulate(
             for call in order
         ),
     )
-
-
-def _require_fit(graph: CallGraph, schedule: Schedule, costs: Costs, device: DeviceModel) -> None:
-    size = graph.size
-    if len(costs.ns) != size or len(schedule.stream) != size:
-        raise InputError(
-            f"costs of {len(costs.ns)} and a schedule of {len(schedule.stream)} calls for a graph of {size}",
-            fix="pass values made from one program",
-        )
-    if device.concurrency is not None and device.concurrency < 1 and size:
-        raise InputError(f"concurrency={device.concurrency} lets nothing run", fix="at least 1, or None")
-
-
-def _ranks(schedule: Schedule) -> list[tuple[int, int]]:
-    """Rank each call among those that could start: by priority, then by issue order."""
-    rank = [(0, 0)] * len(schedule.order)
-    for position, call in enumerate(schedule.order):
-        rank[call] = (-schedule.priority[call] if schedule.priority else 0, position)
-    return rank
 
 
 def _followers(schedule: Schedule, device: DeviceModel) -> tuple[list[list[tuple[int, float]]], list[int]]:
@@ -146,27 +123,20 @@ def _followers(schedule: Schedule, device: DeviceModel) -> tuple[list[list[tuple
     return followers, missing
 
 
-def _run(
-    schedule: Schedule, costs: Costs, device: DeviceModel, rank: Sequence[tuple[int, int]]
-) -> tuple[list[float], list[float]]:
+def _run(schedule: Schedule, costs: Costs, device: DeviceModel) -> tuple[list[float], list[float]]:
     """Start and end of each call; the end of a call that is never reached is -1."""
-    size = len(rank)
+    size = len(schedule.order)
     followers, missing = _followers(schedule, device)
-    places = size if device.concurrency is None else device.concurrency
     ready_ns = [0.0] * size
     waiting = [(0.0, call) for call in range(size) if not missing[call]]
     heapq.heapify(waiting)
-    startable: list[tuple[tuple[int, int], int]] = []
-    running: _Running = _Crowd(device, costs.demand) if device.crowded else _Exact()
+    running = _Crowd(device, costs.demand)
     start_ns = [0.0] * size
     end_ns = [-1.0] * size
     now = 0.0
-    while waiting or startable or running.calls:
+    while waiting or running.calls:
         while waiting and waiting[0][0] <= now:
             _, call = heapq.heappop(waiting)
-            heapq.heappush(startable, (rank[call], call))
-        while startable and running.calls < places:
-            _, call = heapq.heappop(startable)
             start_ns[call] = now
             running.start(call, now, costs.ns[call])
         now = min(running.next_end(now), waiting[0][0] if waiting else inf)
@@ -178,29 +148,6 @@ def _run(
                 if not missing[follower]:
                     heapq.heappush(waiting, (ready_ns[follower], follower))
     return start_ns, end_ns
-
-
-class _Exact:
-    """Calls that take their isolated time, whatever runs beside."""
-
-    def __init__(self) -> None:
-        self._ends: list[tuple[float, int]] = []
-
-    @property
-    def calls(self) -> int:
-        return len(self._ends)
-
-    def start(self, call: int, now: float, ns: float) -> None:
-        heapq.heappush(self._ends, (now + ns, call))
-
-    def next_end(self, now: float) -> float:
-        return self._ends[0][0] if self._ends else inf
-
-    def finish(self, now: float) -> list[int]:
-        done = []
-        while self._ends and self._ends[0][0] <= now:
-            done.append(heapq.heappop(self._ends)[1])
-        return done
 
 
 @dataclass(slots=True)
@@ -258,6 +205,3 @@ class _Crowd:
                 del self._groups[demand]
         self.calls -= len(done)
         return sorted(done)
-
-
-_Running = _Exact | _Crowd

@@ -81,9 +81,7 @@ def begun_by(raw: RawGraph, firsts: Sequence[int], instead_of: Collection[int]) 
         before[head].add(tail)
         after[tail].add(head)
     gone = set(instead_of)
-    for node in gone:
-        for tail in before[node]:
-            after[tail] = (after[tail] - {node}) | after[node]
+    for node in sorted(gone):  # so that a removed neighbour has handed on its own already
         for head in after[node]:
             before[head] = (before[head] - {node}) | before[node]
     stay = [node for node in range(len(raw.nodes)) if node not in gone]

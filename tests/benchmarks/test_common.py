@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks.common import figures, held, options, over, write
+from benchmarks.common import held, options, over, write
 from nimble_core.ir.measurement import summarize
 from nimble_core.profiling.machine import environment
 
@@ -25,9 +25,3 @@ def test_an_interval_is_kept_only_where_rounds_are_enough() -> None:
     assert few == {"value": 2.0, "verdict": "undecided"}
     assert many == {"value": 2.0, "verdict": "faster", "low": 2.0, "high": 2.0}
     json.dumps(few, allow_nan=False)
-
-
-def test_figures_are_in_microseconds() -> None:
-    found = figures(summarize("new", [1_000.0, 2_000.0, 3_000.0]))
-    assert (found["median us"], found["quartiles us"], found["samples"]) == (2.0, [1.5, 2.5], 3)
-    assert found["warnings"]

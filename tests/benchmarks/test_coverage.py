@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +33,6 @@ def test_the_page_says_what_the_results_say() -> None:
     assert coverage.main(["--check"]) == 0, "python -m benchmarks.coverage --table"
 
 
-def test_the_list_holds_as_many_as_it_should() -> None:
-    groups = json.loads(coverage.LIST.read_text())
-    assert list(groups) == list(coverage.GROUPS)
-    for group, least in (("host", 120), ("training", 40), ("cuda", 60), ("cuda-default", 20)):
-        assert len(groups[group]) >= least
-        assert max(Counter(groups[group]).values()) == 1
-
-
 def test_the_table_counts_static_ones_and_tells_of_each_that_fails() -> None:
     said = "CaptureError: a | b\n  where: <here>"
     rows = [row("m:a"), row("m:b", exact=False), row("m:c", passes=False, error=said), row("m:d", static=False)]
@@ -64,15 +55,6 @@ def test_a_wrong_output_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     assert coverage.compared(model, inputs, options)["passes"]
     monkeypatch.setattr(coverage, "relative_error", lambda *_: 1.0)
     assert "off by" in coverage.compared(model, inputs, options)["error"]
-
-
-def test_a_configuration_is_made_small_by_one_rule() -> None:
-    transformers = pytest.importorskip("transformers")
-    bert = coverage.small(transformers.BertConfig, "small")
-    assert (bert.num_hidden_layers, bert.hidden_size, bert.num_attention_heads) == (2, 128, 2)
-    clip = coverage.small(transformers.CLIPConfig, "shallow")
-    assert clip.vision_config.num_hidden_layers == 2
-    assert coverage.small(transformers.BertConfig, "default").num_hidden_layers == 12
 
 
 def test_one_architecture_from_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,27 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 from benchmarks import figures
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
-
-
-def test_labels_keep_apart_and_near() -> None:
-    places = [5.0, 1.0, 1.2, 9.0]
-    moved = figures.apart(places, 1.0)
-    assert moved == pytest.approx([5.0, 0.6, 1.6, 9.0])
-
-
-def test_what_was_given_up_is_left_out() -> None:
-    cases = [
-        {"calls": 10, "s": {"a": 1.0}},
-        {"calls": 20, "s": {"a": 2.0}},
-        {"calls": 10, "s": {"a": 3.0}},
-        {"calls": 20, "s": {"a": None}},
-    ]
-    assert figures.worst(cases, "calls", "s", "a") == [(10, 3.0)]
 
 
 def test_a_speed_without_an_interval_is_a_point() -> None:

@@ -5,8 +5,6 @@ Everything is small and on the host. Rows whose packages are not installed are s
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -16,8 +14,8 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from benchmarks import kernel_times, models, policies, revisions
-from benchmarks.models import FIRST, LOST, ROWS, SIX, Inference, Row, Training, Work, example, load, work
+from benchmarks import models
+from benchmarks.models import FIRST, LOST, ROWS, Inference, Row, Training, Work, load, work
 from nimble_core import Nimble, Options
 
 
@@ -46,20 +44,6 @@ def outputs(case: Inference) -> list[torch.Tensor]:
     with torch.inference_mode():
         leaves = pytree.tree_leaves(case.model(*args, **kwargs))
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
-def test_rows_are_named_and_few_have_costly_ways() -> None:
-    assert set(FIRST) == {*SIX, *LOST} <= set(ROWS)
-    assert all(row.name == name for name, row in ROWS.items())
-    assert {row.dtype for row in ROWS.values()} <= {"float16", "bfloat16", "float32", "tf32"}
-    assert Counter(way for row in ROWS.values() for way in row.extra) == {"max-autotune": 6, "aoti": 3, "xla": 1}
-
-
-def test_what_scripts_measure_are_rows() -> None:
-    named = {*policies.MODELS, *kernel_times.MODELS, *(name for name, _, kind in revisions.ROWS if kind == "inference")}
-    assert named <= {row.title for row in ROWS.values() if row.batch == 1 and not row.training}
-    trained = {name for name, _, kind in revisions.ROWS if kind != "inference"}
-    assert trained <= {row.title for row in ROWS.values() if row.training}
 
 
 LATER = [pytest.param(name, marks=pytest.mark.slow) for name in ROWS if name not in FIRST]
@@ -99,18 +83,6 @@ def test_a_row_is_seeded_and_sets_tf32_of_products() -> None:
         assert torch.equal(one, other)
     built(ROWS["train-resnet18"])
     assert torch.backends.cuda.matmul.allow_tf32
-
-
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(ImportError, match=r"DLA-34 needs a package: .*timm"):
-        load(ROWS["dla34"], "cpu", tiny=True)
-
-
-def test_an_example_is_a_row_in_any_dtype() -> None:
-    model, args, kwargs = example("DARTS", "float32", device="cpu")
-    assert {one.dtype for one in model.parameters()} == {torch.float32}
-    assert (args[0].shape, kwargs) == ((1, 3, 224, 224), {})
 
 
 def test_training_starts_anew_with_every_copy_and_learns_its_batch() -> None:
@@ -157,22 +129,6 @@ def test_every_way_does_the_same_work(name: str, masked: int) -> None:
     assert len(set(found.values())) == 1, found
     assert found["eager"][0] > 0
     assert found["eager"][1:] == (2, masked)
-
-
-@pytest.mark.slow
-def test_the_count_tells_masks_that_only_tracing_builds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted as transformers 5.17 decides, so that this holds whatever the installed one does."""
-    masking = pytest.importorskip("transformers.masking_utils", reason="needs transformers: make test installs it")
-
-    def as_in_5_17(padding_mask: Any, *sizes: Any) -> bool:
-        return padding_mask is None and not torch.compiler.is_compiling()
-
-    case = case_of("bert")  # which calls same_masks
-    monkeypatch.setattr(masking, "_ignore_bidirectional_mask_sdpa", as_in_5_17)
-    found = of_every_way(case)
-    assert [found[way][2] for way in ("eager", "ours", "compile", "export")] == [0, 0, 2, 2]
-    models.same_masks()
-    assert {one[2] for one in of_every_way(case).values()} == {0}
 
 
 def test_work_of_products_convolutions_and_attention() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -36,21 +35,6 @@ def test_a_checkout_against_itself(
     assert len(row["older"]) == len(row["newer"]) == 2
     assert set(row["ratios"]) == {"host_us", "throughput_us"}
     assert row["prepared"]["device"] == "cpu"
-
-
-def test_rows_of_different_plans_are_not_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plans = iter(["single", "contention"])
-    monkeypatch.setattr(revisions, "ROWS", (("ViT-B/16", "float32", "inference"),))
-    monkeypatch.setattr(
-        revisions, "_start", lambda row, place, plans: subprocess.Popen(["true"], stdout=subprocess.PIPE)
-    )
-    monkeypatch.setattr(revisions, "_told", lambda process: {"plan": next(plans)})
-    out = tmp_path / "results.json"
-    assert main(["--older", str(tmp_path), "--out", str(out)]) == 1
-    assert not out.exists()
-    assert "one process prepared {'plan': 'single'}, another {'plan': 'contention'}" in capsys.readouterr().out
 
 
 def test_what_moved_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

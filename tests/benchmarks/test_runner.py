@@ -43,12 +43,6 @@ def test_everything_is_due_at_first_and_what_is_missing_later_beside_the_anchor(
     assert plan(NAMES, "fr-graph", held(*NAMES[:3], run="2"), (), "2") == alone[2:]
 
 
-def test_ours_again_is_measured_beside_the_anchor_once_in_a_run():
-    assert plan(NAMES, "fr-graph", held(*NAMES), OURS, "2") == [(("fr-graph",), False), (OURS, False)]
-    done = held(*NAMES) | held("fr-graph", "ours", run="2")
-    assert plan(NAMES, "fr-graph", done, OURS, "2") == [(("ours-static",), False)]
-
-
 def test_what_failed_is_retried_by_a_later_run_alone_and_stays_out_of_shared_processes():
     failed = held(*NAMES) | held("eager", error="no")
     assert plan(NAMES, "fr-graph", failed, (), "2") == []

@@ -68,8 +68,3 @@ def test_a_peer_of_another_run_is_marked_by_its_anchor(us, said):
     records = [record("ours", run="2"), record("eager", anchor={"latency_us": us})]
     assert line(records, "eager").rpartition("  ")[2].rpartition("]")[2].removeprefix("other run, ") == said
     assert "other run" not in line([records[0], replace(records[1], run="2")], "eager")
-
-
-def test_together_is_shown_beside_alone_and_launching_beside_the_host():
-    records = [record("ours"), record("ours", 110.0, together=True, launch_us=(30.0, 30.0))]
-    assert "+10% from alone; host beyond the launch 80.0" in "\n".join(summary(records))

@@ -59,19 +59,6 @@ def test_every_ratio_has_its_interval_and_only_decided_ones_are_bold() -> None:
     assert "undecided" in cells([OURS, EAGER, wild])[4]
 
 
-def test_rows_without_ours_or_a_peer_are_left_out() -> None:
-    assert table.table([EAGER, record("fr-graph", 150.0)], training=False) == "Not measured yet."
-    assert table.table([OURS], training=False) == "Not measured yet."
-    assert table.table([replace(OURS, together=True), EAGER], training=False) == "Not measured yet."
-
-
-def test_a_page_is_filled_between_its_marks() -> None:
-    page = "a\n<!-- inference -->\nold\n<!-- inference -->\nb <!-- training --> c"
-    assert table.filled(page, {"inference": "new", "training": "x", "other": "y"}) == (
-        "a\n<!-- inference -->\nnew\n<!-- inference -->\nb <!-- training --> c"
-    )
-
-
 def test_the_pages_say_what_the_store_does(capsys: pytest.CaptureFixture[str]) -> None:
     assert table.main(["--check"]) == 0, capsys.readouterr().err
 

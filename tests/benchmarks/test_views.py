@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks.views import LIMIT_FPS, LIMIT_S, dragged, main, missed
+from benchmarks.views import dragged, missed
 from nimble_viz.render.html import page
 from tests.support.lab import chromium
 from tests.support.sample_reports import sample_report
-
-
-def test_limits_are_those_of_the_documentation() -> None:
-    assert (LIMIT_S, LIMIT_FPS) == (3.0, 20.0)
 
 
 def test_what_is_missed_is_named() -> None:
@@ -35,18 +30,3 @@ def test_what_is_timed_moves(tmp_path: Path) -> None:
         assert shown.evaluate("nimbleViewer.dagPoint(0)") != before
     assert found["frames"] > 1
     assert found["longest_ms"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.browser
-def test_the_command_writes_what_it_measured(tmp_path: Path) -> None:
-    with chromium():
-        pass
-    out = tmp_path / "views.json"
-    main(["--calls", "60", "--rounds", "1", "--seconds", "0.1", "--out", str(out)])
-    written = json.loads(out.read_text())
-    assert written["calls"] == 60
-    assert written["environment"]["python"]
-    for row in written["reports"].values():
-        assert set(row["open"]) == {"page", "notebook"}
-        assert set(row["pan"]) == {"DAG", "DAG, all open", "DAG, all in sight", "timeline"}

@@ -1,10 +1,9 @@
 from dataclasses import replace
-from importlib.util import find_spec
 
 import pytest
 import torch
 
-from benchmarks import models, training_ways, ways, xla
+from benchmarks import models, training_ways, ways
 from benchmarks.runner import measured
 from benchmarks.ways import Job, judged
 from tests.benchmarks.small_rows import ROWS
@@ -64,13 +63,6 @@ def test_a_step_learns_what_eager_learns(way):
     model = trained.given.make()
     lazy = replace(ready, run=lambda x, y: trained.given.loss_fn(model(x), y).detach(), reset=lambda: None)
     assert not right(training_ways.check(trained, lazy)), "who does not learn is found out"
-
-
-@pytest.mark.skipif(find_spec("jax") is None, reason="needs jax")
-def test_the_network_in_jax_runs():
-    run, synchronize = xla.resnet50(2, 64, "float32", "cpu")
-    assert run().shape == (2, 1000)
-    synchronize()
 
 
 @pytest.mark.gpu

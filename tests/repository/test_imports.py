@@ -53,12 +53,6 @@ def test_no_public_name_is_hidden_by_a_submodule(package: object) -> None:
     assert [name for name in names if importlib.util.find_spec(name)] == []
 
 
-def test_compare_stays_the_function_after_every_import() -> None:
-    imported(
-        "import nimble_viz, nimble_viz.collect.compare, nimble_viz.render.report; assert callable(nimble_viz.compare)"
-    )
-
-
 @pytest.mark.parametrize("package", [nimble_core, nimble_viz])
 def test_public_names(package: object) -> None:
     assert set(package.__all__) <= set(dir(package))  # type: ignore[attr-defined]

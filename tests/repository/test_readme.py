@@ -25,12 +25,6 @@ def commands(text: str = README) -> list[str]:
     return [re.sub(r"\s+#.*", "", line) for line in lines if line and not line.startswith("#")]
 
 
-def make_targets() -> set[str]:
-    """Phony targets of the Makefile."""
-    found = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    return set(found[1].split()) if found else set()
-
-
 def test_python_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": "readme"}
@@ -99,17 +93,6 @@ def test_a_module_that_is_not_described_would_be_noticed() -> None:
     assert misdescribed("nimble_viz", ARCHITECTURE.replace("**`traces/`**", "traces"))[0] == "traces"
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_architecture_lists_folders_in_the_order_of_the_layers(package: str) -> None:
-    import tomllib
-
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
-    (layers,) = [one["layers"] for one in settings["contracts"] if one.get("containers") == [package]]
-    wanted = [name.strip() for layer in layers for name in layer.split("|")]
-    shown = dict.fromkeys(folder.partition("/")[0] for folder in described(package, ARCHITECTURE))
-    assert [name for name in shown if name in wanted] == wanted
-
-
 def not_there(page: str) -> list[str]:
     """Names such as ```ir/costs.py:Costs``` that lead to nothing."""
     import ast
@@ -154,11 +137,6 @@ def test_files_and_modules_that_are_named_exist(name: str) -> None:
         resolve_name(dotted)
 
 
-def test_make_targets_exist() -> None:
-    named = {word for line in commands() if line.startswith("make ") for word in line.split()[1:2]}
-    assert {"demo", "test"} <= named <= make_targets()
-
-
 def test_command_line_exists() -> None:
     lines = [line for line in commands() if line.startswith("python -m nimble_viz ")]
     assert lines
@@ -177,14 +155,6 @@ def test_command_line_exists() -> None:
                 assert word.partition("=")[0] in shown.stdout
 
 
-def test_factories_that_are_named_exist() -> None:
-    from examples import models
-
-    named = re.findall(r"examples[./]models(?:\.py)?:(\w+)", README)
-    assert named
-    assert set(named) <= set(models.__all__)
-
-
 def test_extras_that_are_named_exist() -> None:
     import tomllib
 
@@ -199,11 +169,6 @@ def test_links_lead_somewhere(name: str) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{name} links to {target}"
-
-
-def test_a_missing_command_would_be_noticed() -> None:
-    assert commands("```sh\nmake nothing   # a comment\n```\n") == ["make nothing"]
-    assert "nothing" not in make_targets()
 
 
 def test_the_results_of_eagers_kernels_are_those_of_the_committed_file() -> None:

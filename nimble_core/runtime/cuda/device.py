@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from nimble_core.ir.observation import Observation
 from nimble_core.ir.schedule import Schedule
+from nimble_core.ir.timeline import Observation
 from nimble_core.profiling.machine import interruptions
 from nimble_core.profiling.nvtx import capture_range, replays_marked
 from nimble_core.runtime.cuda.allocation_trace import CaptureCounter, allocations_traced

@@ -13,7 +13,7 @@ import torch
 from nimble_core.ir.program import Program
 from nimble_core.ir.schedule import Schedule
 from nimble_core.runtime.cuda.allocator import Placer
-from nimble_core.scheduling.live_bytes import release_plan
+from nimble_core.scheduling.liveness import release_plan
 from nimble_core.scheduling.memory_planner import MemoryPlan
 from nimble_core.scheduling.memory_requirements import Layout
 from nimble_core.torch_compat.cuda import PLACING, clear_cublas_workspaces, memory_stats, storage_at
@@ -127,7 +127,7 @@ class CudaArena:
         self._as_asked = True
         self._allocated: tuple[int, int] | None = None  # up to the last placed call: to ask takes long
         self._surprises = 0
-        self._releases: Sequence[Sequence[int]] = release_plan(program, schedule).before
+        self._releases: Sequence[Sequence[int]] = release_plan(program, schedule)
         self._places = _Placement()
         self._made: list[list[int]] = []
         self._placer: Placer | None = None

@@ -9,8 +9,8 @@ from statistics import median
 
 import torch
 
-from nimble_core.ir.observation import Observation
 from nimble_core.ir.occupancy import Multiprocessors
+from nimble_core.ir.timeline import Observation
 from nimble_core.profiling import cupti, kineto
 from nimble_core.profiling.kernel_matching import TIMED, Launch, observation, tell_by_id, tell_by_order
 from nimble_core.runtime.cuda.executable import CudaExecutable

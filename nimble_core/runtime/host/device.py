@@ -22,9 +22,8 @@ import torch
 
 from nimble_core.ir.costs import Costs
 from nimble_core.ir.measurement import quantile
-from nimble_core.ir.observation import Observation
 from nimble_core.ir.schedule import Schedule
-from nimble_core.ir.timeline import Lane, Span, Timeline
+from nimble_core.ir.timeline import Lane, Observation, Span, Timeline
 from nimble_core.profiling.machine import cpu_name, interruptions
 from nimble_core.profiling.nvtx import capture_range, replays_marked
 from nimble_core.runtime.device import Executable, Timed

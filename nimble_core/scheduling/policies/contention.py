@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 
 from nimble_core.algorithms.critical_path import earliest_times, longest_behind
 from nimble_core.algorithms.list_scheduling import run_order
@@ -12,13 +11,13 @@ from nimble_core.ir.call_graph import CallGraph, predecessors, successors
 from nimble_core.ir.costs import Costs
 from nimble_core.ir.measurement import TIE
 from nimble_core.ir.schedule import Schedule
+from nimble_core.scheduling.policies.base import require_fit
 from nimble_core.scheduling.policies.critical_path import critical_path
-from nimble_core.scheduling.policies.inputs import require_fit
 from nimble_core.scheduling.policies.nimble import nimble
 from nimble_core.scheduling.policies.single import single
 from nimble_core.scheduling.simulator import H200, DeviceModel, simulate
 
-__all__ = ["STREAMS", "contention", "device_for"]
+__all__ = ["STREAMS", "contention"]
 
 STREAMS = 32
 """Streams used at most where no cap says otherwise."""
@@ -34,8 +33,6 @@ _LISTED_CALLS = 100_000
 _SLACK = 0.02
 """Paths shorter than the longest by no more than this share are urgent too. It won 8% on NASNet-A large and 3% on
 Inception-v3 (H200, float16); with 10% nothing is left of that."""
-_TYPICAL_NS = 3000.0
-"""Median duration of a call over the same models."""
 
 
 def contention(
@@ -54,7 +51,7 @@ def contention(
     Args:
         graph: the hazards.
         costs: duration of each call, and its demand where known. Where they were never measured (source ``"uniform"``)
-            ``device`` is taken in their unit: see :func:`device_for`.
+            there is nothing to weigh: the streams are those of ``nimble``.
         max_streams: most streams to use, at least 1; None for ``STREAMS``.
         device: what to plan for.
 
@@ -76,7 +73,9 @@ def contention(
     """
     require_fit(graph, costs, max_streams)
     cap = STREAMS if max_streams is None else max_streams
-    trial = _Trial(graph, costs, device_for(costs, device))
+    if costs.source == "uniform":
+        return replace(nimble(graph, costs, max_streams=cap), policy="contention")
+    trial = _Trial(graph, costs, device)
     alone, *others = (trial.run(policy(graph, costs, max_streams=cap)) for policy in (single, nimble, critical_path))
     found = [alone, *others]
     found += trial.list_schedules(cap, min(result.length_ns for result in found))
@@ -86,13 +85,8 @@ def contention(
     plan = replace(best.plan, policy="contention")
     if plan.streams == 1:
         return plan
-    started = replace(plan, order=best.started)
-    issued = [started, plan]
-    if costs.source != "uniform":
-        order = tuple(run_order(best.started, plan.stream, plan.syncs))
-        issued.insert(0, replace(plan, order=order, priority=_urgent(graph, costs.ns)))
-    # Where a device runs few calls at a time, the order that they are issued in can cost time.
-    return next(one for one in issued if one is plan or trial.run(one).length_ns <= best.length_ns * TIE)
+    order = tuple(run_order(best.started, plan.stream, plan.syncs))
+    return replace(plan, order=order, priority=_urgent(graph, costs.ns))
 
 
 def _urgent(graph: CallGraph, ns: Sequence[float]) -> tuple[int, ...]:
@@ -101,19 +95,6 @@ def _urgent(graph: CallGraph, ns: Sequence[float]) -> tuple[int, ...]:
     behind = longest_behind(successors(graph, meg=True), ns)
     enough = (1 - _SLACK) * max(behind, default=0.0)
     return tuple(int(begin + left >= enough) for begin, left in zip(start, behind, strict=True))
-
-
-def device_for(costs: Costs, device: DeviceModel) -> DeviceModel:
-    """``device``, its gaps scaled to costs that were never measured as if their median were a typical call of 3 us.
-
-    >>> from nimble_core.ir.costs import uniform_costs
-    >>> device_for(uniform_costs(2), DeviceModel(sync_ns=1500.0)).sync_ns
-    0.5
-    """
-    if costs.source != "uniform" or not costs.ns:
-        return device
-    scale = median(costs.ns) / _TYPICAL_NS
-    return replace(device, gap_ns=device.gap_ns * scale, sync_ns=device.sync_ns * scale)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,7 @@ from nimble_core.algorithms.path_cover import chains_of, fold_chains
 from nimble_core.ir.call_graph import CallGraph, predecessors, successors
 from nimble_core.ir.costs import Costs
 from nimble_core.ir.schedule import Schedule, positions
-from nimble_core.scheduling.policies.base import plan_streams
-from nimble_core.scheduling.policies.inputs import require_fit
+from nimble_core.scheduling.policies.base import plan_streams, require_fit
 
 __all__ = ["opara"]
 

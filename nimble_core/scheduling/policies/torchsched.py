@@ -7,8 +7,7 @@ from nimble_core.algorithms.list_scheduling import list_order
 from nimble_core.ir.call_graph import CallGraph, predecessors
 from nimble_core.ir.costs import Costs
 from nimble_core.ir.schedule import Schedule
-from nimble_core.scheduling.policies.base import plan_streams
-from nimble_core.scheduling.policies.inputs import require_fit
+from nimble_core.scheduling.policies.base import plan_streams, require_fit
 
 __all__ = ["STREAMS", "torchsched"]
 

@@ -84,16 +84,6 @@ def test_matching_is_a_matching_of_maximum_size(graph: CallGraph) -> None:
     assert len(pairs) == len(oracle) // 2
 
 
-@given(dags(), st.data())
-def test_matching_grows_from_any_start(graph: CallGraph, data: st.DataObject) -> None:
-    start: dict[int, int] = {}
-    for u, v in data.draw(st.permutations(graph.edges)):
-        if u not in start and v not in start.values() and data.draw(st.booleans()):
-            start[u] = v
-    size = sum(v >= 0 for v in maximum_matching(successors(graph)))
-    assert sum(v >= 0 for v in maximum_matching(successors(graph), start.items())) == size
-
-
 def test_matching_and_chains_of_a_line_longer_than_the_stack() -> None:
     size = 50_000
     # The greedy start takes the edge that skips; the search must then flip long paths.
@@ -122,11 +112,6 @@ def test_folding_adds_no_order(graph: CallGraph) -> None:
             assert stream[u] != stream[v] or (u, v) in reach
     assert set(stream) == set(range(max(stream, default=-1) + 1))
     assert max(stream, default=-1) < len(chains) or not chains
-
-
-def test_folding_reuses_the_stream_of_the_latest_chain_that_ended() -> None:
-    # Two branches and a join that continues neither chain of its own accord.
-    assert fold_chains([[], [], [0, 1]], [[0], [1], [2]]) == [0, 1, 1]
 
 
 @given(dags(), st.data())

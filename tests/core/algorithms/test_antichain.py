@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 
 import networkx
-import pytest
 from hypothesis import given, settings
 from networkx.algorithms import bipartite
 
@@ -53,28 +52,6 @@ def test_of_several_widest_sets_the_earliest_is_found(graph: CallGraph) -> None:
 @given(dags())
 def test_levels_bound_the_width_from_below(graph: CallGraph) -> None:
     assert level_width(predecessors(graph)) <= width(predecessors(graph))
-
-
-def test_levels_can_be_far_from_the_width() -> None:
-    # A long chain with a call hanging off each member: every level is narrow, all hanging calls are independent.
-    size = 50
-    chain = [[] if call == 0 else [call - 1] for call in range(size)]
-    hanging = [[call] for call in range(size)]
-    assert level_width(chain + hanging) == 2
-    assert width(chain + hanging) == size
-
-
-@pytest.mark.parametrize("size", [0, 1, 2])
-def test_tiny(size: int) -> None:
-    assert width([[]] * size) == size
-    assert width([list(range(call)) for call in range(size)]) == min(size, 1)
-
-
-def test_greedy_cover_alone_would_be_wrong() -> None:
-    # The greedy start chains 1 before 2, which leaves 0 and 3 alone; two chains do: 0 before 2, 1 before 3.
-    before = [[], [], [0, 1], [1]]
-    assert width(before) == 2
-    assert widest_set(before) == [0, 1]
 
 
 def test_long_augmenting_paths_need_no_recursion() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 
-import networkx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,8 +21,6 @@ from tests.support.strategies import dags
 
 Order = tuple[int, ...]
 Pair = tuple[int, int]
-
-STEM_AND_DIAMOND = graph_from_edges(5, [(0, 1), (1, 2), (1, 3), (2, 4), (3, 4)])
 
 
 def order_of(size: int, edges: Iterable[Pair]) -> Order:
@@ -82,14 +79,6 @@ def fewest_waits(before: Order, streams: list[list[int]]) -> int:
     raise AssertionError("all ordered pairs together give the order")
 
 
-def matchings(edges: Iterable[Pair]) -> set[frozenset[Pair]]:
-    """All sets of edges that share no tail and no head."""
-    found: set[frozenset[Pair]] = {frozenset()}
-    for u, v in edges:
-        found |= {chosen | {(u, v)} for chosen in found if all(u != tail and v != head for tail, head in chosen)}
-    return found
-
-
 def planned(graph: CallGraph) -> Schedule:
     return nimble(graph, uniform_costs(graph.size))
 
@@ -115,16 +104,6 @@ def test_no_assignment_of_any_small_dag_needs_fewer_waits(size: int) -> None:
     assert len(best) == [1, 1, 2, 7, 40, 357][size]  # naturally labelled posets, OEIS A006455
 
 
-@pytest.mark.parametrize("size", range(6))
-def test_assignments_are_matchings_of_the_reduction(size: int) -> None:
-    possible = list(itertools.combinations(range(size), 2))
-    subsets = itertools.product([False, True], repeat=len(possible))
-    for before in {order_of(size, itertools.compress(possible, kept)) for kept in subsets}:
-        edges = covers(before)
-        saved = {frozenset(edges & neighbours(streams)) for streams in assignments(before)}
-        assert saved == matchings(edges)
-
-
 def check_against_every_assignment(graph: CallGraph) -> None:
     """Takes for granted what is tried on five calls: the waits of given streams are the covers they do not hold."""
     before = order_of(graph.size, graph.edges)
@@ -133,13 +112,6 @@ def check_against_every_assignment(graph: CallGraph) -> None:
     plan = planned(graph)
     assert best == len(plan.syncs) == len(edges - neighbours(streams_of(plan)))
     assert best == plan.meg_edges - plan.matched
-
-
-def test_no_assignment_of_any_order_of_six_calls_needs_fewer_waits() -> None:
-    possible = list(itertools.combinations(range(6), 2))
-    subsets = itertools.product([False, True], repeat=len(possible))
-    for before in {order_of(6, itertools.compress(possible, kept)) for kept in subsets}:
-        check_against_every_assignment(graph_from_edges(6, covers(before)))
 
 
 @given(dags(max_calls=8))
@@ -160,24 +132,6 @@ def test_waits_of_given_streams_are_the_fewest_that_add_no_order(graph: CallGrap
     assert set(plan.syncs) <= set(graph.meg)
 
 
-def test_waits_that_add_order_can_be_fewer() -> None:
-    # Two calls that three others wait for: why the theorem speaks of plans that add no order.
-    graph = graph_from_edges(5, [(u, v) for u in (0, 1) for v in (2, 3, 4)])
-    plan = planned(graph)
-    assert len(plan.syncs) == 4
-    streams = [[0, 2], [1, 3], [4]]
-    order = order_of(5, neighbours(streams).union([(0, 1), (1, 2), (1, 4)]))
-    assert set(graph.edges) < set(ordered_pairs(order))
-
-
-def test_folding_changes_no_count() -> None:
-    # The join continues neither branch; folded onto a stream that has ended, it saves no wait and costs none.
-    graph = graph_from_edges(6, [(0, 2), (1, 2), (2, 3), (2, 4), (3, 5), (4, 5)])
-    plan = planned(graph)
-    assert plan.streams == 2 < graph.size - plan.matched == 3
-    assert len(plan.syncs) == plan.meg_edges - plan.matched == 3
-
-
 def test_folding_reaches_the_width_of_small_graphs_only() -> None:
     possible = list(itertools.combinations(range(5), 2))
     for kept in itertools.product([False, True], repeat=len(possible)):
@@ -188,44 +142,3 @@ def test_folding_reaches_the_width_of_small_graphs_only() -> None:
     assert planned(graph).streams == 4
     assert width(predecessors(graph)) == 3
     check_against_every_assignment(graph)
-
-
-def unit_flow(graph: CallGraph) -> int:
-    """Maximum flow through the reduction itself: a source before the roots, a sink after the leaves, all edges 1."""
-    network = networkx.DiGraph()
-    network.add_edges_from(graph.meg, capacity=1)
-    heads, tails = {v for _, v in graph.meg}, {u for u, _ in graph.meg}
-    network.add_edges_from((("source", call) for call in range(graph.size) if call not in heads), capacity=1)
-    network.add_edges_from(((call, "sink") for call in range(graph.size) if call not in tails), capacity=1)
-    return int(networkx.maximum_flow_value(network, "source", "sink"))
-
-
-def bipartite_flow(graph: CallGraph) -> int:
-    network = networkx.DiGraph()
-    network.add_edges_from((("source", ("left", u)) for u, _ in graph.meg), capacity=1)
-    network.add_edges_from(((("left", u), ("right", v)) for u, v in graph.meg), capacity=1)
-    network.add_edges_from(((("right", v), "sink") for _, v in graph.meg), capacity=1)
-    return int(networkx.maximum_flow_value(network, "source", "sink"))
-
-
-def test_flow_through_the_reduction_itself_does_not_tell_the_streams() -> None:
-    # Every path crosses (0, 1), so the flow is 1 however wide the graph is behind it.
-    plan = planned(STEM_AND_DIAMOND)
-    assert unit_flow(STEM_AND_DIAMOND) == 1
-    assert plan.streams == width(predecessors(STEM_AND_DIAMOND)) == 2
-    assert bipartite_flow(STEM_AND_DIAMOND) == plan.matched == 3
-    assert len(plan.syncs) == 2
-    for branches in range(2, 6):
-        last = branches + 2
-        middle = range(2, last)
-        graph = graph_from_edges(last + 1, [(0, 1), *((1, c) for c in middle), *((c, last) for c in middle)])
-        assert unit_flow(graph) == 1
-        assert planned(graph).streams == branches
-
-
-def test_flow_through_the_reduction_itself_uses_a_call_twice() -> None:
-    # Two paths of the flow pass through call 2, which can follow only one call on its stream.
-    graph = graph_from_edges(5, [(0, 2), (1, 2), (2, 3), (2, 4)])
-    assert unit_flow(graph) == 2
-    assert bipartite_flow(graph) == planned(graph).matched == 2
-    assert len(planned(graph).syncs) == 2 < unit_flow(graph) + 1

@@ -13,7 +13,7 @@ from torch import nn
 
 from nimble_core.autotune.autotune import eager_peak
 from nimble_core.ir.schedule import Schedule
-from nimble_core.scheduling.live_bytes import serial_peak
+from nimble_core.scheduling.liveness import serial_peak
 from nimble_core.scheduling.options import Options
 from nimble_core.scheduling.policies import POLICIES
 from nimble_core.scheduling.simulator import DeviceModel

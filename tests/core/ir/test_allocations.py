@@ -31,16 +31,6 @@ def test_what_a_call_frees_and_keeps() -> None:
     assert second == (Ask(7, 9),)
 
 
-def test_other_threads_are_looked_through() -> None:
-    history = [Event(128, 10, "one"), Event(512, 99), Event(512, 0), Event(256, 20, "one")]
-    assert asks_of(history, [Window("one", {128: 1, 256: 2})]) == ((Ask(10, 1), Ask(20, 2)),)
-
-
-def test_calls_that_ask_for_nothing() -> None:
-    assert asks_of([], [Window("one", {}), Window("two", {})]) == ((), ())
-    assert asks_of([Event(8, 4, "two")], [Window("one", {}), Window("two", {8: 0})]) == ((), (Ask(4, 0),))
-
-
 @given(st.data(), st.lists(st.lists(st.tuples(st.integers(1, 9), st.booleans()), max_size=4), max_size=5))
 def test_every_allocation_is_found_once(data: st.DataObject, calls: list[list[tuple[int, bool]]]) -> None:
     events, windows, count = [], [], 0

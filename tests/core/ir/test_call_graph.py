@@ -7,12 +7,9 @@ import itertools
 import networkx
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
-from nimble_core.ir.call_graph import CallGraph, build_graph, disjoint, graph_from_edges, predecessors, successors
-from nimble_core.ir.costs import uniform_costs
+from nimble_core.ir.call_graph import CallGraph, build_graph, disjoint, graph_from_edges
 from nimble_core.ir.program import Access, Call, Origin, Program, Role, Storage, TensorRef
-from nimble_core.scheduling.policies import single
 from nimble_core.utils.errors import InputError
 from tests.support.strategies import dags, programs, windows
 
@@ -121,12 +118,6 @@ def test_a_cache_filled_slice_by_slice_forgets_readers_that_were_waited_for() ->
     assert (1, 4) not in hazards(*steps)
 
 
-def test_slices_of_one_buffer_stay_parallel() -> None:
-    rows = [tensor(0, offset=16 * index) for index in range(4)]
-    whole = tensor(0, sizes=(16,))
-    assert set(hazards(*[[(row, "w")] for row in rows], [(whole, "r")])) == {(index, 4) for index in range(4)}
-
-
 def test_columns_of_one_matrix_stay_parallel() -> None:
     # A cat along the channels of a channels-last image: sizes (2, 3 channels of 12, 4 x 4), as strided windows.
     parts = [tensor(0, 12 * index, (2, 3, 4, 4), (192, 1, 48, 12)) for index in range(4)]
@@ -134,13 +125,6 @@ def test_columns_of_one_matrix_stay_parallel() -> None:
         (index, 4) for index in range(4)
     }
     assert (0, 1) in hazards([(parts[0], "w")], [(tensor(0, 8, (2, 3, 4, 4), (192, 1, 48, 12)), "w")])
-
-
-def test_parameters_and_broadcast_reads_order_nothing_until_somebody_writes() -> None:
-    weight = tensor(0)
-    assert hazards([(weight, "r")], [(weight, "r")], roles=("parameter",)) == {}
-    assert hazards([(weight, "r")], [(weight, "rw")], roles=("parameter",)) == {(0, 1): "WAR"}
-    assert hazards([(tensor(0, sizes=(4,), strides=(0,)), "r")], [(weight, "w")]) == {(0, 1): "WAR"}
 
 
 def test_empty_windows_touch_nothing() -> None:
@@ -156,27 +140,3 @@ def test_edges_must_point_forward() -> None:
     for bad in [(1, 0), (0, 0), (0, 3), (-1, 1)]:
         with pytest.raises(InputError, match=r"edge \("):
             graph_from_edges(3, [bad])
-
-
-def test_to_networkx_carries_attributes() -> None:
-    program = program_of([(A, "w")], [(A, "r"), (B, "w")], [(A, "r"), (B, "r")])
-    graph = build_graph(program)
-    digraph = graph.to_networkx(program, single(graph, uniform_costs(3)))
-    assert digraph.nodes[1] == {"label": "op", "module": "block.0", "stream": 0}
-    assert digraph.edges[0, 2] == {"kinds": "RAW", "meg": False}
-    assert digraph.edges[1, 2] == {"kinds": "RAW", "meg": True}
-    assert graph.to_networkx().nodes[0] == {}
-
-
-def test_neighbour_lists() -> None:
-    graph = graph_from_edges(3, [(0, 1), (1, 2), (0, 2)])
-    assert predecessors(graph) == [[], [0], [0, 1]]
-    assert predecessors(graph, meg=True) == [[], [0], [1]]
-    assert successors(graph) == [[1, 2], [2], []]
-    assert successors(graph, meg=True) == [[1], [2], []]
-
-
-@given(st.integers(0, 40))
-def test_a_long_chain_of_in_place_calls_is_a_line(size: int) -> None:
-    graph = build_graph(program_of(*[[(A, "rw")]] * size))
-    assert graph.edges == graph.meg == tuple((index, index + 1) for index in range(size - 1))

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nimble_core.ir.call_graph import graph_from_edges
-from nimble_core.ir.costs import Costs, limit_ns, uniform_costs
+from nimble_core.ir.costs import Costs, limit_ns
 from nimble_core.scheduling.policies import POLICIES
 from nimble_core.scheduling.simulator import simulate
 
@@ -23,7 +23,3 @@ def test_no_simulated_replay_of_calls_that_fill_the_device_one_by_one_beats_it(p
     graph = graph_from_edges(4, [(0, 1), (0, 2), (1, 3), (2, 3)])
     costs = Costs((2.0, 3.0, 4.0, 1.0), "given", demand=(0.5,) * 4)
     assert simulate(graph, POLICIES[policy](graph, costs), costs).length_ns >= limit_ns(costs, 7.0) == 7.0
-
-
-def test_uniform_costs_say_so():
-    assert uniform_costs(3) == uniform_costs("abc") == Costs((1.0,) * 3, "uniform")

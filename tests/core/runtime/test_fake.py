@@ -79,14 +79,6 @@ def test_observing_gives_the_simulated_timeline_and_the_given_costs() -> None:
     assert seen.costs.reliable
 
 
-def test_concurrency_can_be_bounded() -> None:
-    device = FakeDevice(by_label, model=DeviceModel(concurrency=1))
-    recording = device.record(diamond, Signature((X,), {}), (X,), {})
-    executable = device.capture(recording, nimble(build_graph(recording.program), device.costs(recording.program)), [X])
-    executable.replay()
-    assert device.clock_ns() == 190.0
-
-
 def test_the_whole_model_takes_the_sum() -> None:
     device = FakeDevice(by_label)
     signature = Signature((X,), {})

@@ -94,23 +94,6 @@ def test_a_branch_waits_for_the_bytes_of_the_other() -> None:
         limit_memory(graph, FORK, schedule, 23, costs=costs, alignment=1)
 
 
-@pytest.mark.parametrize("other", [90, 40, 20, 4])
-def test_workspaces_take_turns(other: int) -> None:
-    """Both branches ask for a workspace: one after the other they need one, which others' results may lie in."""
-    graph = build_graph(FORK)
-    costs = uniform_costs(5)
-    schedule = nimble(graph, costs)
-    scratch = (0, 100, 0, other, 3)
-    before = plan_memory(FORK, schedule, needs=Needs(workspaces=tuple(scratch)), alignment=1)
-    assert before.nbytes == 32 + 100 + other
-    limited, plan = limit_memory(
-        graph, FORK, schedule, 127, costs=costs, needs=Needs(workspaces=tuple(scratch)), alignment=1
-    )
-    assert plan.nbytes <= 127
-    assert check_memory(FORK, limited, plan) is plan
-    assert limited.added_order
-
-
 @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
 def test_real_recordings_fit_a_quarter_more_than_one_stream(path: Path) -> None:
     report = nimble_viz.load(path)

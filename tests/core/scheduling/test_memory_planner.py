@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations
 from pathlib import Path
 
 import networkx
@@ -16,13 +15,11 @@ from nimble_core.ir.call_graph import build_graph, graph_from_edges
 from nimble_core.ir.costs import uniform_costs
 from nimble_core.ir.program import Program
 from nimble_core.ir.schedule import Schedule
-from nimble_core.scheduling import liveness
-from nimble_core.scheduling.live_bytes import serial_peak
+from nimble_core.scheduling.liveness import serial_peak
 from nimble_core.scheduling.memory_planner import Lent, MemoryPlan, Needs, check_memory, plan_memory, reuse_hazards
 from nimble_core.scheduling.policies import nimble, plan_streams, single
 from nimble_core.scheduling.verify_schedule import check_schedule
 from nimble_core.utils.errors import InputError, ScheduleError
-from tests.support.memory_lower_bound import memory_lower_bound
 from tests.support.memory_models import happens_before, program_of, run_on_tagged_bytes, tensor_programs
 from tests.support.strategies import programs
 
@@ -55,27 +52,10 @@ def overlap(program: Program, plan: MemoryPlan, first: int, second: int) -> bool
 def test_every_reader_finds_its_own_bytes_in_any_allowed_run(program: Program, data: st.DataObject) -> None:
     schedule = drawn_schedule(program, data)
     plan = plan_memory(program, schedule, alignment=data.draw(st.sampled_from([1, 4])))
-    assert run_on_tagged_bytes(program, plan, drawn_run(schedule, data)) == []
-
-
-@given(any_program, st.data())
-def test_storages_share_bytes_only_where_all_calls_are_ordered(program: Program, data: st.DataObject) -> None:
-    schedule = drawn_schedule(program, data)
-    plan = plan_memory(program, schedule, alignment=1)
     assert check_memory(program, schedule, plan) is plan
-    before = happens_before(schedule)
-    outputs = {ref.storage for ref in program.outputs}
-    placed = [storage for storage, offset in enumerate(plan.offsets) if offset >= 0]
-    made = [s for s, storage in enumerate(program.storages) if storage.role == "intermediate"]
-    assert placed == [storage for storage in made if users_of(program, storage)]
-    for first in placed:
-        for second in placed:
-            if first < second and overlap(program, plan, first, second):
-                assert any(
-                    old not in outputs
-                    and all(before.has_edge(u, v) for u in users_of(program, old) for v in users_of(program, new))
-                    for old, new in ((first, second), (second, first))
-                )
+    made = [at for at, storage in enumerate(program.storages) if storage.role == "intermediate"]
+    assert [at for at, offset in enumerate(plan.offsets) if offset >= 0] == [at for at in made if users_of(program, at)]
+    assert run_on_tagged_bytes(program, plan, drawn_run(schedule, data)) == []
 
 
 @given(any_program, st.data())
@@ -108,31 +88,6 @@ def test_the_check_passes_exactly_the_plans_without_a_race(program: Program, dat
             check_memory(program, schedule, spoilt)
 
 
-@given(any_program, st.data())
-def test_an_arena_is_never_below_the_bound(program: Program, data: st.DataObject) -> None:
-    schedule = drawn_schedule(program, data)
-    plan = plan_memory(program, schedule, alignment=1)
-    assert memory_lower_bound(program, schedule, alignment=1) <= plan.nbytes
-    assert plan.nbytes <= sum(storage.nbytes for storage in program.storages)
-
-
-@given(tensor_programs(max_calls=7), st.sampled_from([1, 2, 3, None]))
-def test_the_bound_is_the_heaviest_set_of_storages_that_no_order_forces_apart(
-    program: Program, cap: int | None
-) -> None:
-    schedule = nimble(build_graph(program), uniform_costs(len(program.calls)), max_streams=cap)
-    made = [index for index, storage in enumerate(program.storages) if storage.role == "intermediate"]
-    lives = [life for life in liveness.lifetimes(program, schedule, made) if program.storages[life.storage].nbytes]
-    rows = liveness.conflict_sets(liveness.happens_before(schedule), lives)
-    heaviest = 0
-    for count in range(len(lives) + 1):
-        for chosen in combinations(range(len(lives)), count):
-            mask = sum(1 << index for index in chosen)
-            if all(mask & ~rows[index] == 1 << index for index in chosen):
-                heaviest = max(heaviest, sum(program.storages[lives[index].storage].nbytes for index in chosen))
-    assert memory_lower_bound(program, schedule, alignment=1) == heaviest
-
-
 @given(any_program)
 def test_one_stream_needs_at_least_its_live_peak(program: Program) -> None:
     schedule = single(build_graph(program), uniform_costs(len(program.calls)))
@@ -159,13 +114,7 @@ def test_scratch_is_shared_by_calls_that_never_run_together(program: Program, da
     plan = plan_memory(program, schedule, needs=Needs(scratch=tuple(scratch)), alignment=1)
     assert check_memory(program, schedule, plan) is plan
     assert plan_memory(program, schedule, alignment=1).nbytes == plan.nbytes
-    before = happens_before(schedule)
-    for v in range(size):
-        assert (plan.scratch_offsets[v] >= 0) == (scratch[v] > 0)
-        for u in range(v):
-            a, b = plan.scratch_offsets[u], plan.scratch_offsets[v]
-            if scratch[u] and scratch[v] and a < b + scratch[v] and b < a + scratch[u]:
-                assert before.has_edge(u, v) or before.has_edge(v, u)
+    assert [offset >= 0 for offset in plan.scratch_offsets] == [nbytes > 0 for nbytes in scratch]
     if schedule.streams == 1:
         assert plan.scratch_nbytes == max(scratch)
 
@@ -284,6 +233,14 @@ def test_shared_scratch_of_calls_side_by_side_is_stopped() -> None:
         check_memory(FORK, schedule, spoilt)
 
 
+def test_bytes_behind_a_later_block_keep_their_owner() -> None:
+    # Storage 3 lies in the middle of 1, which is dead by then; 4, on another stream, behind it in the same bytes.
+    program = program_of([([0], [1]), ([1], [2]), ([2], [3]), ([0], [4])], [8, 24, 8, 8, 8], outputs=[3, 4])
+    schedule = plan_streams(build_graph(program), [0, 0, 0, 1], policy="mine")
+    with pytest.raises(ScheduleError, match=r"storage 1 .* and storage 4 .* share bytes and nothing orders them"):
+        check_memory(program, schedule, MemoryPlan((-1, 0, 24, 8, 16), 32, alignment=1))
+
+
 def test_an_output_is_not_overwritten_and_nothing_leaves_the_arena() -> None:
     program = program_of([([0], [1]), ([0], [2]), ([2], [3])], [8] * 4, outputs=[1, 3])
     schedule = single(build_graph(program), uniform_costs(3))
@@ -335,12 +292,11 @@ def test_an_empty_program_needs_nothing() -> None:
     schedule = single(graph_from_edges(0, []), uniform_costs(0))
     plan = check_memory(program, schedule, plan_memory(program, schedule))
     assert plan == MemoryPlan((), 0)
-    assert memory_lower_bound(program, schedule) == 0
 
 
 @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
-def test_real_recordings_come_close_to_the_bound(path: Path) -> None:
+def test_arenas_of_real_recordings_are_hardly_larger_than_what_is_alive(path: Path) -> None:
     report = nimble_viz.load(path)
-    for schedule in report.schedules:
-        plan = check_memory(report.program, schedule, plan_memory(report.program, schedule))
-        assert plan.nbytes <= 1.15 * memory_lower_bound(report.program, schedule)
+    schedule = single(report.graph, report.costs)
+    plan = check_memory(report.program, schedule, plan_memory(report.program, schedule))
+    assert plan.nbytes <= 1.15 * serial_peak(report.program)

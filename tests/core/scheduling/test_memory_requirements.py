@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,61 +57,55 @@ def test_results_go_to_the_arena_and_workspaces_to_scratch() -> None:
     assert layout.sized(made) is made
 
 
-def test_of_several_small_results_the_first_shares_and_the_others_keep_their_memory() -> None:
-    made = program([8, 100, 200, LARGE, 300], [([0], [1, 2, 3, 4]), ([1, 2, 3, 4], [])], [])
-    layout = lay_out(made, plan(2))
-    assert [block.home for block in layout.blocks[0]] == ["arena", "kept", "arena", "kept"]
-    assert [block.offset for block in layout.blocks[0]] == [0, 0, 0, 512]
-    assert layout.kept_nbytes == 1024
-
-
-def test_results_that_nobody_uses_are_scratch_unless_a_small_one_follows() -> None:
-    made = program([8, 100, 700], [([0], [1, 2]), ([1], [])], [])
-    assert [block.home for block in lay_out(made, plan(2)).blocks[0]] == ["arena", "scratch"]
-    made = program([8, 100, 200], [([0], [1, 2]), ([2], [])], [])
-    layout = lay_out(made, plan(2))
-    assert [block.home for block in layout.blocks[0]] == ["front", "arena"]
-    assert layout.front_nbytes == 512
-
-
-def test_tiny_workspaces_have_cells_unless_a_larger_one_comes_first() -> None:
-    made = program([8, 100, 200], [([0], [1]), ([1], [2])], [2])
-    layout = lay_out(made, plan(2), [[Ask(100, 1), Ask(4), Ask(512), Ask(513), Ask(4)], [Ask(200, 2), Ask(16)]])
-    assert [block.home for block in layout.blocks[0]] == ["arena", "cell", "cell", "scratch", "scratch"]
-    assert [block.offset for block in layout.blocks[0][1:3]] == [0, 512]
-    assert (layout.blocks[1][1].home, layout.blocks[1][1].offset) == ("cell", 1024)
-    assert layout.cells_nbytes == 1536
-    assert layout.scratch == (1536, 0)
-    assert layout.kept_nbytes == 0
-
-
-def test_results_may_be_asked_for_in_another_order() -> None:
-    made = program([8, 100, 200, 300], [([0], [1, 2, 3]), ([1], [])], [])
-    layout = lay_out(made, plan(2), [[Ask(200, 2), Ask(300, 3), Ask(100, 1)], []])
-    assert homes(layout) == [(200, 2, "front"), (300, 3, "front"), (100, 1, "arena")]
-
-
-def test_a_workspace_that_comes_first_lies_in_front() -> None:
-    made = program([8, 100], [([0], [1])], [1])
-    assert homes(lay_out(made, plan(1), [[Ask(700), Ask(100, 1)]])) == [(700, None, "front"), (100, 1, "arena")]
-
-
-def test_a_result_gets_the_block_of_a_workspace_that_was_freed_before_it() -> None:
+NO_ASKS: list[list[Ask]] = []
+PLACED: dict[str, tuple[list[int], list[int], list[list[Ask]], list[tuple[int, int | None, str]]]] = {
+    # Storages, those that a second call reads, and what the first call, which makes all of them, asks for.
+    "of several small results the first shares": (
+        [100, 200, LARGE, 300],
+        [1, 2, 3, 4],
+        NO_ASKS,
+        [(100, 1, "arena"), (200, 2, "kept"), (LARGE, 3, "arena"), (300, 4, "kept")],
+    ),
+    "a result that nobody uses is scratch": ([100, 700], [1], NO_ASKS, [(100, 1, "arena"), (700, 2, "scratch")]),
+    "tiny workspaces have cells unless a larger one comes first": (
+        [100],
+        [1],
+        [[Ask(100, 1), Ask(4), Ask(512), Ask(513), Ask(4)], []],
+        [(100, 1, "arena"), (4, None, "cell"), (512, None, "cell"), (513, None, "scratch"), (4, None, "scratch")],
+    ),
+    "results in another order": (
+        [100, 200, 300],
+        [1],
+        [[Ask(200, 2), Ask(300, 3), Ask(100, 1)], []],
+        [(200, 2, "front"), (300, 3, "front"), (100, 1, "arena")],
+    ),
     # cuDNN's backward: a result, a workspace for it, and the next result, smaller than the workspace was.
-    for nbytes in (1000, LARGE):
-        made = program([8, 100, nbytes], [([0], [1, 2]), ([1, 2], [])], [])
-        layout = lay_out(made, plan(2), [[Ask(100, 1), Ask(nbytes + 600, None, 2), Ask(nbytes, 2)], []])
-        assert homes(layout)[1] == (nbytes + 600, 2, "kept" if nbytes <= SMALL_NBYTES else "arena")
-        if nbytes > SMALL_NBYTES:
-            assert layout.arena == {1: 100, 2: nbytes + 600}
-            assert [one.nbytes for one in layout.sized(made).storages] == [8, 100, nbytes + 600]
+    "a large result in a freed workspace": (
+        [100, LARGE],
+        [1, 2],
+        [[Ask(100, 1), Ask(LARGE + 600, None, 2), Ask(LARGE, 2)], []],
+        [(100, 1, "arena"), (LARGE + 600, 2, "arena")],
+    ),
+    "what was made by empty comes first": (
+        [100, LARGE],
+        [1, 2],
+        [[Ask(LARGE + 5, None, 1), Ask(LARGE, 2)], []],
+        [(100, 1, "arena"), (LARGE + 5, 2, "arena")],
+    ),
+}
 
 
-def test_what_is_there_before_a_call_runs_comes_first() -> None:
-    made = program([8, 100, LARGE], [([0], [1, 2])], [1, 2])
-    layout = lay_out(made, plan(1), [[Ask(LARGE + 5, None, 1), Ask(LARGE, 2)]])  # storage 1 was made by ``empty``
-    assert homes(layout) == [(100, 1, "arena"), (LARGE + 5, 2, "arena")]
-    assert layout.asked == ((3, 100 + 2 * LARGE + 5),)
+@pytest.mark.parametrize("case", PLACED)
+def test_where_blocks_live(case: str) -> None:
+    sizes, read, asks, expected = PLACED[case]
+    made = program([8, *sizes], [([0], list(range(1, len(sizes) + 1))), (read, [])], [])
+    layout = lay_out(made, plan(2), asks)
+    assert homes(layout) == expected
+    arena = {storage: nbytes for nbytes, storage, home in expected if home == "arena" and storage is not None}
+    assert layout.arena == arena
+    assert [one.nbytes for one in layout.sized(made).storages] == [
+        arena.get(storage, nbytes) for storage, nbytes in enumerate([8, *sizes])
+    ]
 
 
 def test_skipped_calls_are_left_alone() -> None:
@@ -118,7 +113,6 @@ def test_skipped_calls_are_left_alone() -> None:
     skipped = frozenset({made.calls[0].operator})
     layout = lay_out(made, plan(2), [[Ask(100, 1), Ask(64)], [Ask(200, 2), Ask(64)]], skip=skipped)
     assert layout.blocks[0] == ()
-    assert layout.scratch[0] == 0
     assert layout.arena == {2: 200}
 
 

@@ -19,12 +19,11 @@ from tests.support.strategies import costs_for, dags
 
 
 @given(dags(), st.data())
-def test_respects_hazards_streams_and_limits(graph: CallGraph, data: st.DataObject) -> None:
+def test_respects_hazards_and_streams(graph: CallGraph, data: st.DataObject) -> None:
     costs = data.draw(costs_for(graph))
     schedule = nimble(graph, costs, max_streams=data.draw(st.sampled_from([1, 2, 4, None])))
-    limit = data.draw(st.sampled_from([1, 2, 3, None]))
     wait = data.draw(st.sampled_from([0.0, 3.0]))
-    timeline = simulate(graph, schedule, costs, DeviceModel(sync_ns=wait, concurrency=limit))
+    timeline = simulate(graph, schedule, costs, DeviceModel(sync_ns=wait))
     span = {one.call: one for one in timeline.spans}
     assert len(span) == len(timeline.spans) == graph.size
     for call in range(graph.size):
@@ -36,7 +35,6 @@ def test_respects_hazards_streams_and_limits(graph: CallGraph, data: st.DataObje
         assert span[u].end_ns + wait <= span[v].start_ns
     for one in timeline.spans:
         others = [s for s in timeline.spans if s.start_ns <= one.start_ns < s.end_ns]
-        assert limit is None or len(others) <= limit
         assert len({s.lane for s in others}) == len(others)
     assert [one.start_ns for one in timeline.spans] == sorted(one.start_ns for one in timeline.spans)
 
@@ -46,7 +44,6 @@ def test_unlimited_streams_take_the_critical_path_and_one_the_sum(graph: CallGra
     costs = data.draw(costs_for(graph))
     assert simulate(graph, nimble(graph, costs), costs).length_ns == critical_path(predecessors(graph), costs.ns)[0]
     assert simulate(graph, single(graph, costs), costs).length_ns == costs.total_ns
-    assert simulate(graph, nimble(graph, costs), costs, DeviceModel(concurrency=1)).length_ns == costs.total_ns
 
 
 def test_a_diamond_to_the_nanosecond() -> None:
@@ -116,25 +113,10 @@ def test_crowded_calls_slow_each_other_as_defined(graph: CallGraph, data: st.Dat
         assert (spans[call].start_ns, spans[call].end_ns) == pytest.approx((start, end), abs=1e-6)
 
 
-def test_two_calls_side_by_side_to_the_nanosecond() -> None:
-    graph = graph_from_edges(2, [])
-    costs = Costs((10.0, 30.0), "given", demand=(0.5, 1.0))
-    spans = simulate(graph, nimble(graph, costs), costs, DeviceModel(per_call=0.5, per_share=0.5)).spans
-    # Call 0 takes 1 + 0.5 + 0.5 times as long; call 1 does 20 / 1.75 of its work meanwhile, the rest alone.
-    assert [span.end_ns for span in spans] == [20.0, pytest.approx(20 + 30 - 20 / 1.75)]
-
-
 def test_times_beyond_the_resolution_of_a_nanosecond_end() -> None:
     graph = graph_from_edges(3, [])
     costs = Costs((1e17, 1e17 / 3, 1.0), "given")
     assert simulate(graph, nimble(graph, costs), costs, DeviceModel(per_call=0.3)).length_ns >= 1e17
-
-
-def test_higher_priority_starts_first_where_places_are_few() -> None:
-    graph = graph_from_edges(3, [])
-    schedule = replace(nimble(graph, uniform_costs(3)), priority=(0, 0, 1))
-    timeline = simulate(graph, schedule, uniform_costs(3), DeviceModel(concurrency=1))
-    assert [span.call for span in timeline.spans] == [2, 0, 1]
 
 
 def test_a_deadlock_is_an_error() -> None:
@@ -149,5 +131,3 @@ def test_bad_input_is_refused() -> None:
     schedule = nimble(graph, uniform_costs(2))
     with pytest.raises(InputError, match="costs of 3"):
         simulate(graph, schedule, uniform_costs(3))
-    with pytest.raises(InputError, match="concurrency=0"):
-        simulate(graph, schedule, uniform_costs(2), DeviceModel(concurrency=0))

@@ -28,12 +28,6 @@ def with_syncs(plan: Schedule, syncs: list[tuple[int, int]]) -> Schedule:
     return replace(plan, syncs=tuple(syncs), counts=counts, minimum_syncs=False)
 
 
-@given(dags())
-def test_returns_the_schedule_of_nimble(graph: CallGraph) -> None:
-    plan = nimble(graph, uniform_costs(graph.size))
-    assert check_schedule(graph, plan) is plan
-
-
 @given(dags(), st.integers(1, 14), st.data())
 def test_without_any_one_sync_a_plan_fails(graph: CallGraph, cap: int, data: st.DataObject) -> None:
     plan = nimble(graph, uniform_costs(graph.size), max_streams=cap)
@@ -160,8 +154,3 @@ def test_names_operators_and_modules() -> None:
     )
     with pytest.raises(ScheduleError, match=r"call 0: aten.relu.default in layer.0 at m.py:7 -> call 2: aten.relu"):
         check_schedule(DIAMOND, with_syncs(PLAN, [(2, 3)]), Program(calls, (), (), ()))
-
-
-def test_an_empty_graph_has_an_empty_schedule() -> None:
-    graph = graph_from_edges(0, [])
-    assert check_schedule(graph, nimble(graph, uniform_costs(0))).streams == 0

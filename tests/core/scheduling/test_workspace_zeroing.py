@@ -78,25 +78,9 @@ def test_few_of_them_stay_as_they_are() -> None:
     assert list(chain) == list(range(0, 2 * ENOUGH, 2)), "too few on the other stream"
 
 
-def test_chains_have_memory_of_their_own_while_there_is_room() -> None:
-    assert sum(map(len, made(5 * ENOUGH, streams=5, nbytes=1 << 20))) == 5 * ENOUGH
-    assert sum(map(len, made(6 * ENOUGH, streams=2, nbytes=32 << 20))) == 3 * ENOUGH
-    assert made(6 * ENOUGH, nbytes=ROOM) == ()
-
-
 def test_large_ones_have_to_be_worth_their_memory() -> None:
     assert made(2 * ENOUGH, nbytes=32 << 20) == ()
     assert sum(map(len, made(2 * ENOUGH + 1, nbytes=32 << 20))) == 2 * ENOUGH + 1
-
-
-def test_the_longest_chain_goes_first_whatever_its_size() -> None:
-    most = 3 * ENOUGH
-    sizes = [32 << 20] * most + [1 << 20] * ENOUGH * 9
-    streams = [0] * most + [1 + call // ENOUGH for call in range(ENOUGH * 9)]
-    schedule = Schedule("mine", tuple(streams), tuple(range(len(sizes))), ())
-    found = staggered(schedule, {call: (nbytes, 4) for call, nbytes in enumerate(sizes)}, 512)
-    assert list(found[0]) == list(range(most))
-    assert len(found) == 8, "and as many of the others as there is room for"
 
 
 def test_chains_go_from_stream_to_stream_where_calls_wait() -> None:

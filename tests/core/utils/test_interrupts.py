@@ -40,13 +40,6 @@ def test_it_comes_at_the_end_of_the_outermost_and_before_any_error(error: Except
     assert raised.value.__context__ is error
 
 
-def test_none_comes_where_none_came() -> None:
-    with pytest.raises(ZeroDivisionError), interrupts_postponed():
-        1 / 0  # noqa: B018  # for its error
-    with interrupts_postponed():
-        pass
-
-
 def test_where_python_handles_none_nothing_is_changed() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with interrupts_postponed():

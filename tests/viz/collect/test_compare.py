@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from nimble_core.ir.observation import Observation
+from nimble_core.ir.timeline import Observation
 from nimble_core.runtime.fake import FakeDevice
 from nimble_core.scheduling.options import Options
 from nimble_core.utils.errors import CaptureError, InputError, NimbleWarning, NotStaticError

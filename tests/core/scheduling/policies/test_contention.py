@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from random import Random
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nimble_core.algorithms.list_scheduling import run_order
 from nimble_core.ir.call_graph import CallGraph, graph_from_edges
 from nimble_core.ir.costs import Costs, uniform_costs
 from nimble_core.ir.measurement import TIE
 from nimble_core.scheduling.policies import critical_path, nimble, single
-from nimble_core.scheduling.policies.contention import STREAMS, contention, device_for
+from nimble_core.scheduling.policies.contention import STREAMS, contention
 from nimble_core.scheduling.simulator import EXACT, H200, DeviceModel, simulate
 from nimble_core.scheduling.verify_schedule import check_schedule
-from nimble_core.utils.errors import InputError
 from tests.support.strategies import costs_for, dags
 
-DEVICES = st.sampled_from(
-    [EXACT, H200, DeviceModel(gap_ns=1.0, sync_ns=3.0, per_call=0.3, per_share=0.5), DeviceModel(concurrency=2)]
-)
+DEVICES = st.sampled_from([EXACT, H200, DeviceModel(gap_ns=1.0, sync_ns=3.0, per_call=0.3, per_share=0.5)])
 
 
 @st.composite
 def measured(draw: st.DrawFn) -> tuple[CallGraph, Costs]:
-    """A graph and costs, in nanoseconds or thousands of them, with or without demand; or never measured."""
+    """A graph and costs, in nanoseconds or thousands of them, with or without demand."""
     graph = draw(dags())
-    costs = draw(costs_for(graph) | st.just(uniform_costs(graph.size)))
-    if costs.source != "uniform" and draw(st.booleans()):
+    costs = draw(costs_for(graph))
+    if draw(st.booleans()):
         share = st.lists(st.integers(1, 10).map(lambda tenths: tenths / 10), min_size=graph.size, max_size=graph.size)
         costs = replace(costs, ns=tuple(1000 * ns for ns in costs.ns), demand=tuple(draw(share)))
     return graph, costs
@@ -45,19 +39,10 @@ def test_valid_within_the_cap_and_never_slower_than_what_it_builds_on(
     assert plan.policy == "contention"
     assert plan.streams <= (cap or STREAMS)
     assert plan == contention(graph, costs, max_streams=cap, device=device)
-    model = device_for(costs, device)
-    taken = simulate(graph, plan, costs, model).length_ns
+    taken = simulate(graph, plan, costs, device).length_ns
     for policy in (single, nimble, critical_path):
-        rival = simulate(graph, policy(graph, costs, max_streams=cap), costs, model).length_ns
+        rival = simulate(graph, policy(graph, costs, max_streams=cap), costs, device).length_ns
         assert taken <= rival * TIE**2
-
-
-@given(measured())
-def test_calls_are_issued_in_runs_between_waits(task: tuple[CallGraph, Costs]) -> None:
-    graph, costs = task
-    plan = contention(graph, costs)
-    if plan.streams > 1 and costs.source != "uniform":
-        assert list(plan.order) == run_order(plan.order, plan.stream, plan.syncs)
 
 
 def test_calls_of_the_longest_path_are_urgent() -> None:
@@ -79,25 +64,6 @@ def test_waits_and_company_are_weighed() -> None:
         assert taken < 0.99 * simulate(graph, policy(graph, costs), costs, device).length_ns
 
 
-def test_a_call_that_others_slow_down_is_planned_as_a_longer_one() -> None:
-    # As fast as the list schedules from isolated durations, and on some graphs faster: the second round pays.
-    device = DeviceModel(gap_ns=650.0, sync_ns=2500.0, per_share=3.0)
-    gains = []
-    for seed in range(30):
-        draw = Random(seed)
-        graph = graph_from_edges(14, [tuple(sorted(draw.sample(range(14), 2))) for _ in range(16)])
-        ns = tuple(1e3 * draw.randint(1, 20) for _ in range(14))
-        costs = Costs(ns, "given", demand=tuple(draw.choice((0.0, 1.0)) for _ in range(14)))
-        plan = simulate(graph, contention(graph, costs, device=device), costs, device)
-        isolated = Costs(tuple(each + device.gap_ns for each in ns), "given")
-        sync_ns = device.sync_ns - device.gap_ns
-        rivals = [single(graph, costs), nimble(graph, costs), critical_path(graph, costs)]
-        rivals += [critical_path(graph, isolated, max_streams=cap, sync_cost_ns=sync_ns) for cap in (32, 4, 3, 2)]
-        gains.append(min(simulate(graph, rival, costs, device).length_ns for rival in rivals) / plan.length_ns)
-    assert min(gains) >= 1 / TIE**2
-    assert max(gains) > 1.02
-
-
 def test_of_equally_fast_plans_the_one_with_fewer_streams_wins() -> None:
     chain = graph_from_edges(4, [(0, 1), (1, 2), (2, 3)])
     assert contention(chain, Costs((5e3,) * 4, "given")).streams == 1
@@ -105,27 +71,7 @@ def test_of_equally_fast_plans_the_one_with_fewer_streams_wins() -> None:
     assert contention(empty, Costs((0.0,) * 3, "given"), device=EXACT).streams == 1
 
 
-def test_unmeasured_calls_count_as_typical_ones() -> None:
-    fork = graph_from_edges(3, [(0, 1), (0, 2)])
-    assert device_for(uniform_costs(3), H200).gap_ns == pytest.approx(H200.gap_ns / 3000)
-    assert device_for(uniform_costs(3, 3000.0), H200) == H200
-    assert device_for(Costs((1.0,) * 3, "given"), H200) is H200
-    # As nanoseconds, 1.0 would not pay for any wait.
-    wide = graph_from_edges(12, [])
-    assert contention(wide, uniform_costs(12)).streams > 1
-    assert contention(fork, Costs((1.0,) * 3, "given")).streams == 1
-
-
-def test_bad_caps_and_costs_are_refused() -> None:
-    graph = graph_from_edges(2, [(0, 1)])
-    with pytest.raises(InputError, match="max_streams=0"):
-        contention(graph, uniform_costs(2), max_streams=0)
-    with pytest.raises(InputError, match="costs of 3 calls"):
-        contention(graph, uniform_costs(3))
-
-
-def test_graphs_beyond_the_bound_on_list_schedules_are_planned_all_the_same() -> None:
-    size = 100_001
-    graph = CallGraph(size, tuple((v - 1, v) for v in range(1, size)), ("RAW",) * (size - 1), ())
-    graph = replace(graph, meg=graph.edges)
-    assert contention(graph, uniform_costs(size)).streams == 1
+def test_unmeasured_calls_get_the_streams_of_nimble() -> None:
+    graph = graph_from_edges(12, [])
+    plan = contention(graph, uniform_costs(12), max_streams=4)
+    assert plan == replace(nimble(graph, uniform_costs(12), max_streams=4), policy="contention")

@@ -50,32 +50,6 @@ def test_independent_calls_never_share_a_stream(graph: CallGraph) -> None:
     assert plan.added_order == ()
 
 
-@given(dags())
-def test_syncs_are_the_edges_that_the_matching_leaves(graph: CallGraph) -> None:
-    plan = nimble(graph, uniform_costs(graph.size))
-    assert plan.minimum_syncs
-    assert len(plan.syncs) == plan.meg_edges - plan.matched == plan.counts.planned == plan.counts.meg
-    assert plan.meg_edges == len(graph.meg)
-    assert plan.counts.full >= plan.counts.meg
-    assert plan.counts.emitted is None
-
-
-@given(dags())
-def test_uncapped_streams_add_no_order(graph: CallGraph) -> None:
-    plan = nimble(graph, uniform_costs(graph.size))
-    lanes = stream_neighbours(plan.stream, plan.order)
-    assert closure(graph.size, [*graph.meg, *lanes]) == closure(graph.size, graph.edges)
-
-
-@given(dags(max_calls=9), st.data())
-def test_no_other_assignment_with_maximum_concurrency_needs_fewer_syncs(graph: CallGraph, data: st.DataObject) -> None:
-    chains = data.draw(st.lists(st.integers(0, 3), min_size=graph.size, max_size=graph.size))
-    numbers = {lane: index for index, lane in enumerate(dict.fromkeys(chains))}
-    other = plan_streams(graph, [numbers[lane] for lane in chains], policy="drawn")
-    if not other.added_order:
-        assert len(other.syncs) >= len(nimble(graph, uniform_costs(graph.size)).syncs)
-
-
 @given(dags(), st.integers(1, 5), st.data())
 def test_a_cap_holds_and_says_what_it_costs(graph: CallGraph, cap: int, data: st.DataObject) -> None:
     plan = check_schedule(graph, nimble(graph, data.draw(costs_for(graph)), max_streams=cap))
@@ -84,23 +58,6 @@ def test_a_cap_holds_and_says_what_it_costs(graph: CallGraph, cap: int, data: st
     reach = closure(graph.size, graph.edges)
     lanes = stream_neighbours(plan.stream, plan.order)
     assert sorted(plan.added_order) == sorted(pair for pair in lanes if pair not in reach)
-
-
-@given(dags(), st.integers(1, 4))
-def test_capped_syncs_are_the_fewest_for_their_streams(graph: CallGraph, cap: int) -> None:
-    plan = nimble(graph, uniform_costs(graph.size), max_streams=cap)
-    lanes = stream_neighbours(plan.stream, plan.order)
-    full = closure(graph.size, [*graph.meg, *lanes])
-    assert closure(graph.size, [*plan.syncs, *lanes]) == full
-    for dropped in plan.syncs:
-        fewer = [sync for sync in plan.syncs if sync != dropped]
-        assert closure(graph.size, [*fewer, *lanes]) != full
-
-
-@given(dags())
-def test_a_cap_that_does_not_bind_changes_nothing(graph: CallGraph) -> None:
-    free = nimble(graph, uniform_costs(graph.size))
-    assert nimble(graph, uniform_costs(graph.size), max_streams=max(1, free.streams)) == free
 
 
 @given(dags())
@@ -279,15 +236,6 @@ def test_opara_launches_light_and_heavy_calls_in_turn() -> None:
     assert opara(graph, Costs(demand, "given")).order == (0, 3, 2, 1, 4, 5)
 
 
-def test_opara_capped_does_not_wait_at_a_launched_call_that_cannot_start() -> None:
-    # Call 2 is light and launched early, but has to wait for call 0: call 3 on its stream must not wait with it.
-    graph = graph_from_edges(4, [(0, 1), (0, 2)])
-    costs = Costs((50.0, 10.0, 1.0, 50.0), "given")
-    plan = check_schedule(graph, opara(graph, costs, max_streams=2))
-    assert plan.stream == (0, 0, 1, 1)
-    assert simulate(graph, plan, costs).length_ns == 60.0
-
-
 @given(dags(), st.integers(2, 5), st.data())
 def test_torchsched_gives_the_longest_path_a_stream_and_deals_out_the_rest(
     graph: CallGraph, cap: int, data: st.DataObject
@@ -300,10 +248,3 @@ def test_torchsched_gives_the_longest_path_a_stream_and_deals_out_the_rest(
     )
     rest = [lane for lane in plan.stream if lane]
     assert rest == [1 + turn % (cap - 1) for turn in range(len(rest))]
-
-
-def test_torchsched_uses_eight_streams_if_not_told() -> None:
-    graph = graph_from_edges(20, [])
-    assert torchsched(graph, uniform_costs(20)).streams == 8
-    assert torchsched(graph, uniform_costs(20), max_streams=12).streams == 12
-    assert torchsched(graph, uniform_costs(20), max_streams=1).streams == 1
