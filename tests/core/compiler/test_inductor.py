@@ -70,15 +70,6 @@ def test_kernels_wait_before_all_else_and_trigger_last(lines: list[str]) -> None
     )
 
 
-def test_code_that_waits_for_nothing_stays_as_it_is() -> None:
-    from torch._inductor.codegen.triton import TritonKernel
-
-    code = SimpleNamespace(_lines=list(LINES))
-    with _kernels_that_wait():
-        TritonKernel._filter_pdl(SimpleNamespace(_enable_pdl_codegen=lambda: False), code)
-    assert code._lines == LINES
-
-
 # -- compiling --------------------------------------------------------------------------------------------------------
 
 
@@ -174,23 +165,6 @@ def test_inductor_itself_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> N
     assert inside == [False]
     assert CppScheduling.codegen_comment is comment
     assert (config.allow_buffer_reuse, config.comment_origin) == before
-
-
-@pytest.mark.parametrize("thorough", [False, True])
-def test_what_inductor_is_asked(thorough: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
-
-    def compile_(module: Any, inputs: Any, *, options: dict[str, Any]) -> Any:
-        asked.update(options)
-        assert not torch.is_grad_enabled()
-        return module
-
-    monkeypatch.setattr(torch._inductor, "compile", compile_)
-    compile_graph(fx.symbolic_trace(torch.nn.Identity()), [torch.ones(1)], thorough=thorough)
-    assert asked["allow_buffer_reuse"] is False
-    assert asked["inplace_buffers"] is False
-    assert asked["triton.cudagraphs"] is False
-    assert asked.get("max_autotune", False) is thorough
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from nimble_core.compiler import pipeline
 from nimble_core.compiler.attribution import unmapped
 from nimble_core.scheduling.saved_plan import fingerprint, load_plan
 from nimble_core.utils.errors import InputError
-from tests.support.fused_models import DEVICES, MODELS, Residual, Tower, engine, fused, made, programs, quick
+from tests.support.fused_models import DEVICES, MODELS, Tower, engine, fused, made, programs, quick
 
 FUSED = ["library", "inductor"]
 pytestmark = [
@@ -116,20 +116,6 @@ def test_what_a_model_writes_is_written(fuse: str, device: str) -> None:
         assert_close(mine, other)
 
 
-@torch.no_grad()
-def test_logits_that_are_masked_by_infinity_leave_nothing_out(fuse: str, device: str) -> None:
-    class Masked(nn.Sequential):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            logits = super().forward(x).flatten(1)
-            return logits.masked_fill(torch.arange(logits.shape[1], device=x.device) % 3 == 0, -torch.inf)
-
-    model = Masked(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU()).eval().to(device)
-    x = torch.randn(2, 3, 6, 6, device=device)
-    net = Nimble(model, quick(fuse)).prepare(x)
-    assert fused(net) == fuse, engine(net).notes
-    assert_close(net(x), model(x))
-
-
 def test_what_only_other_kernels_read_is_a_constant(fuse: str, device: str) -> None:
     """Its memory is there before any call: nothing may lie in its place until it is read."""
 
@@ -181,18 +167,6 @@ def test_what_autocast_leaves_in_full_precision_stays_there(training: bool, fuse
     net.close()
 
 
-@pytest.mark.parametrize("model", [Tower(), Residual()], ids=["tower", "residual"])
-def test_a_function_around_a_module(model: nn.Module, fuse: str, device: str) -> None:
-    model.eval().to(device)
-    net = Nimble(lambda x: {"out": model(x), "same": x}, quick(fuse)).prepare(torch.randn(1, 3, 8, 8, device=device))
-    assert fused(net) == fuse
-    y = torch.randn(1, 3, 8, 8, device=device)
-    with torch.no_grad():
-        found, expected = net(y), model(y)
-    assert_close(found["out"], expected)
-    assert torch.equal(found["same"], y)
-
-
 # -- traced back ----------------------------------------------------------------------------------------------------
 
 
@@ -235,12 +209,6 @@ def test_fewer_calls_do_the_same_work(fuse: str, device: str) -> None:
     if fuse == "inductor":
         compiled, eager = programs(prepared("function", fuse, device)[2])
         assert [call.eager for call in compiled.calls] == [tuple(range(len(eager.calls)))]
-
-
-def test_the_steps_of_preparation_are_timed(fuse: str, device: str) -> None:
-    seconds = engine(prepared("tower", fuse, device)[2]).seconds
-    made_by = "compile" if fuse == "inductor" else "warm up library calls"
-    assert {f"rewrite for {fuse}", made_by, f"record {fuse}"} <= seconds.keys()
 
 
 # -- weights --------------------------------------------------------------------------------------------------------
@@ -287,15 +255,6 @@ def test_weights_that_change_are_followed(how: str, fuse: str, device: str) -> N
         net(x)
 
 
-def test_what_is_folded_is_said(fuse: str, device: str) -> None:
-    _, _, net = prepared("tower", fuse, device)
-    assert engine(net).folded is not None
-    assert any("folded into constants" in note for note in engine(net).notes)
-    names = [name for name, _ in engine(net).folded.sources]
-    assert {"block.norm.weight", "block.norm.running_var", "block.second.bias"} <= set(names)
-    assert len(names) == len(set(names))
-
-
 # -- plans ----------------------------------------------------------------------------------------------------------
 
 
@@ -320,15 +279,6 @@ def test_a_plan_makes_the_same_kernels_again(
     assert other.recording.program.choices == plan.kernels
     assert engine(again).schedule.stream == engine(first).schedule.stream
     assert_close(first(x), again(x))
-
-
-def test_a_plan_for_another_model_is_refused_by_the_first_difference(fuse: str, device: str) -> None:
-    plan = engine(prepared("attention", fuse, device)[2]).plan
-    other, draw = made("perceptron", device)
-    with pytest.raises(InputError, match="the plan was made for another program: ") as caught:
-        Nimble(other).prepare(draw(), plan=plan)
-    assert "make the plan again" in caught.value.fix
-    assert "the plan" in caught.value.what
 
 
 def test_a_plan_whose_kernels_are_wrong_here_is_said(fuse: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from nimble_core import Nimble, Options
 from nimble_core.ir.measurement import Measurement, Ratio, ratio
-from tests.support.fused_models import Residual, engine, fused, made, mistaken, quick
+from tests.support.fused_models import Residual, engine, fused, made, quick
 from tests.support.rewrite_models import strides_that_matter
 
 pytestmark = [
@@ -231,42 +231,6 @@ def test_a_choice_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(second(x), first(x))
     wide = Nimble(Branches().cuda().eval(), options).prepare(torch.randn(2, 3, 16, 16, device="cuda"))
     assert len(engine(wide).candidates) > 1, "another model has a choice of its own"
-
-
-def test_a_budget_that_is_too_small_to_compile_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NIMBLE_CACHE_DIR", str(tmp_path))
-    model, draw = made("tower", "cuda")
-    net = Nimble(model, Options(budget_s=0.5)).prepare(draw())
-    (left,) = [one for one in engine(net).candidates if one.fuse == "inductor"]
-    assert left.note.startswith("not compiled: about")
-
-
-def test_a_memory_limit_that_only_some_kernels_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NIMBLE_CACHE_DIR", str(tmp_path))
-    model, draw = made("tower", "cuda")
-    x = draw()
-    held = engine(Nimble(model, quick("none", policy="single")).prepare(x)).executable.nbytes
-    net = Nimble(model, Options(budget_s=1.0, memory_limit=2 * held)).prepare(x)
-    assert engine(net).executable.nbytes <= 2 * held
-    with torch.no_grad():
-        torch.testing.assert_close(net(x), model(x), rtol=1e-2, atol=1e-2)
-
-
-@torch.no_grad()
-@pytest.mark.usefixtures("exact")
-def test_kernels_that_compute_something_else_are_never_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NIMBLE_CACHE_DIR", str(tmp_path))
-    mistaken(monkeypatch)
-    model, draw = made("residual", "cuda")
-    net = Nimble(model, Options(budget_s=200.0)).prepare(draw())
-    assert fused(net) == "none"
-    for kind in ("library", "inductor"):
-        assert any(note.startswith(f"{kind}: left out: outputs differ") for note in engine(net).notes)
-        wrong = [one for one in engine(net).candidates if one.fuse == kind]
-        assert wrong
-        assert all(one.check and one.check.differs for one in wrong)
-    x = draw()
-    torch.testing.assert_close(net(x), model(x))
 
 
 # -- memory ---------------------------------------------------------------------------------------------------------

@@ -104,16 +104,6 @@ def test_a_kernel_that_does_not_compile_is_left_out(
         torch.testing.assert_close(net(x), model(x))
 
 
-def test_an_interruption_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(*args: Any, **kwargs: Any) -> Any:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(pipeline, "share_equal", stop)
-    model, draw = made("tower")
-    with pytest.raises(KeyboardInterrupt):
-        Nimble(model, quick("library")).prepare(draw())
-
-
 def test_a_launch_that_was_not_seen_is_an_error() -> None:
     class Blind(FakeDevice):
         def record(self, *args: Any, **kwargs: Any) -> Any:
@@ -237,14 +227,3 @@ def test_a_report_where_the_kernels_could_not_be_made(monkeypatch: pytest.Monkey
     assert report.chosen in {plan.policy for plan in report.schedules}
     assert len(report.schedules) == 2, "eager's own kernels are planned as without the option"
     assert plain_text(report)
-
-
-def test_a_report_where_the_kernels_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    mistaken(monkeypatch)
-    model, draw = made("residual")
-    report = compare(model, draw(), options=Options(fuse="library", budget_s=0.1), progress=Progress())
-    assert (report.program.fuse, report.eager) == ("none", None)
-    assert [one.fuse for one in report.candidates if one.chosen] == ["none"]
-    assert all(check.passed for check in report.checks)
-    assert len({check.name for check in report.checks}) == len(report.checks)
-    assert any("library: left out: outputs differ" in warning for warning in report.warnings)

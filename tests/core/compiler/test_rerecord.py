@@ -10,11 +10,9 @@ from torch import fx, nn
 
 from nimble_core.compiler.passes.decisions import Decisions
 from nimble_core.compiler.passes.split_constants import split_constants
-from nimble_core.compiler.rerecord import provenance_of, tracked
+from nimble_core.compiler.rerecord import tracked
 from nimble_core.compiler.to_fx import calls_of, lift
 from nimble_core.ir.call_graph import build_graph
-from nimble_core.ir.program import Origin
-from nimble_core.runtime.host.device import HostDevice
 from nimble_core.tracing.recorder import record
 from nimble_core.tracing.recording import Issuer, Recording, issuing
 from nimble_core.tracing.rewritten import Rewritten
@@ -26,7 +24,6 @@ from tests.support.rewrite_models import (
     eager_effects,
     effects,
     fake_timer,
-    lifted,
     recorded,
     same,
 )
@@ -82,19 +79,3 @@ def test_each_call_says_what_it_stands_for() -> None:
     for call in calls:
         assert call.eager == (0, 1, 2)
         assert [origin.module for origin in call.origins] == ["0", "1", "2"]
-
-
-def test_provenance() -> None:
-    one, _ = lifted(lambda x: (x + 1) * 2, torch.randn(3))
-    program = one.recording.program
-    assert provenance_of(program, (), "aten.clone.default") == ((Origin("aten.clone.default"),), ())
-    origins, calls = provenance_of(program, (0, 1, 0), "any")
-    assert calls == (0, 1, 0)
-    assert origins == (*program.calls[0].origins, *program.calls[1].origins)
-
-
-def test_the_host_records_what_was_rewritten() -> None:
-    one, module = lifted(lambda x: x + 1, torch.randn(3))
-    run, provenance = tracked(module, one.recording.program)
-    again = HostDevice().record(one.model, one.signature, (), {}, Rewritten("library", run, provenance))
-    assert [call.eager for call in again.program.calls] == [(0,)]

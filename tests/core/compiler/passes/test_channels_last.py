@@ -33,7 +33,7 @@ from tests.support.rewrite_models import (
     strides_that_matter,
     unchanged_by,
 )
-from tests.support.training_steps import both, train_both
+from tests.support.training_steps import both
 
 aten = torch.ops.aten
 CONV = nn.Conv2d(3, 4, 3)
@@ -132,15 +132,6 @@ def written_through(view: Callable[..., torch.Tensor]) -> Callable[..., Any]:
 def test_graphs_that_depend_on_the_layout_stay(forward: Callable[..., Any]) -> None:
     module = unchanged_by(to_channels_last, recorded(forward, IMAGES), 1e-5)
     assert to_channels_last(module) == 0
-
-
-@pytest.mark.parametrize("model", [nn.Linear(4, 4), nn.Conv1d(3, 4, 3), nn.Conv3d(3, 4, 3), nn.ReLU()])
-def test_without_convolutions_of_images_nothing_changes(model: nn.Module) -> None:
-    shape = {nn.Conv1d: (2, 3, 8), nn.Conv3d: (1, 3, 5, 5, 5)}.get(type(model), (2, 4))
-    _, module = lifted(model.eval(), torch.randn(*shape))
-    before = str(module.graph)
-    assert to_channels_last(module) == 0
-    assert str(module.graph) == before
 
 
 class Shrinks(nn.Module):
@@ -245,15 +236,6 @@ def test_a_training_step_learns_the_same_channels_last(name: str) -> None:
     step.close()
 
 
-def test_a_step_that_is_channels_last_already_converts_nothing() -> None:
-    _, step, _ = both("channels_last")
-    assert step.engine is not None
-    module = lift(step.engine.recorded.recording)
-    assert to_channels_last(module) > 0
-    assert not clones(module)
-    step.close()
-
-
 class Flattened(nn.Module):
     """Writes in place what is a view of pooled images, as classifiers with in-place dropout do."""
 
@@ -289,18 +271,6 @@ def test_single_pixels_train_in_either_layout_on_a_gpu(kind: Any, size: int) -> 
     step = stepped(Shrinks().cuda(), torch.randn(2, 3, size, size, device="cuda"))
     rec = step.engine.recorded  # type: ignore[union-attr]
     assert_right(rec, turned(rec, device, kind), device)
-    step.close()
-
-
-@pytest.mark.slow
-def test_results_that_a_compiler_padded_are_laid_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    results_are_padded(monkeypatch)
-    given, step, eager = both("mlp", options=Options(fuse="inductor", policy="single"))
-    assert step.engine is not None
-    program = step.engine.recorded.recording.program
-    assert program.fuse == "inductor", step.engine.notes
-    assert any("constant_pad" in call.operator for call in program.calls)
-    train_both(given, step, eager, rtol=1e-5)
     step.close()
 
 

@@ -160,17 +160,6 @@ def test_what_siblings_share(forward: Callable[..., Any], saved: int, cut: bool)
     unchanged_by(rewrite, recorded(forward, torch.randn(3, 4).double()), strides=True)
 
 
-def test_each_part_is_traced_to_one_merged_call() -> None:
-    _, module = lifted(Siblings([2, 3, 4], [True] * 3), torch.randn(3, 4).double())
-    merged(module)
-    (product,) = (node for node in module.graph.nodes if node.target is torch.ops.aten.addmm.default)
-    assert calls_of(product) == (1, 2, 3)
-    owners = [node for node in module.graph.nodes if set(calls_of(node)) & {1, 2, 3}]
-    assert owners[0] is product
-    for part in module(torch.randn(3, 4).double()):
-        assert part.is_contiguous()
-
-
 # -- when ------------------------------------------------------------------------------------------------------------
 
 
@@ -197,24 +186,6 @@ def test_it_has_to_pay(together: float | None, in_turn: float | None, side_by_si
     decisions = Decisions(timer)
     assert merged(module, decisions) == int(pays)
     assert decisions.made == [KernelChoice(1, "merged siblings")] * pays
-
-
-def test_the_same_siblings_are_timed_once() -> None:
-    asked: list[int] = []
-
-    def timer(calls: Any) -> list[float | None]:
-        asked.append(len(calls))
-        return [1.0] * len(calls)
-
-    first, second, wider = Siblings([4, 4], [True, True]), Siblings([4, 4], [True, True]), Siblings([4, 8], [True] * 2)
-
-    def forward(x: torch.Tensor) -> Any:
-        one, two = first(x)
-        return *second(one + two), *wider(x)
-
-    _, module = lifted(forward, torch.randn(3, 4).double())
-    assert merged(module, Decisions(timer)) == 3
-    assert asked == [3, 3]
 
 
 def test_unmeasured_products_are_merged_and_convolutions_are_not() -> None:

@@ -182,12 +182,6 @@ def test_who_gets_a_constant_may_write_it(forward: Callable[..., Any]) -> None:
     assert same(effects(module, one), wanted)
 
 
-def test_a_parameter_that_is_returned_is_the_parameter() -> None:
-    _one, module, _ = cut(lambda x: (W, W.t(), x + (W * 2)[0, 0]), X)
-    made = module(X)
-    assert made[0].data_ptr() == made[1].data_ptr() == W.data_ptr()
-
-
 # -- what it costs ---------------------------------------------------------------------------------------------------
 
 
@@ -205,14 +199,3 @@ def test_what_is_much_larger_than_what_it_is_made_of_stays_a_call(monkeypatch: p
             big.mul_(2)
         folded.refresh()
         assert same(effects(module, one), eager_effects(one), 1e-6)
-
-
-def test_no_two_constants_share_memory_and_expanded_ones_are_whole() -> None:
-    forward = lambda x: (x * (W * 2)[0] + (W * 2)[1], x + torch.ones(1).expand(4), x @ (W * 2))  # noqa: E731
-    one, module = lifted(forward, X)
-    share_equal(module)
-    folded = split_constants(module, {})
-    assert folded is not None
-    assert len({constant.untyped_storage().data_ptr() for constant in folded.constants}) == len(folded.constants)
-    assert not any(0 in constant.stride() for constant in folded.constants)
-    assert same(effects(module, one), eager_effects(one), 1e-6)
