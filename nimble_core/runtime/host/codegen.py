@@ -1,8 +1,7 @@
 """From a recording and a schedule to straight-line Python that re-issues the calls.
 
-What is done once, here, is not done again in a replay: the cheapest entry into each operator is found, results go to
-buffers that exist already, views of such buffers are made, and calls on constants alone are run. What remains of one
-call is one line, such as ``f12(g40, g41, out=g7)``.
+What is done once, here, is not done again in a replay: results go to buffers that exist already, and views of such
+buffers are made. What remains of one call is one line, such as ``f12(g40, g41, out=g7)``.
 """
 
 from __future__ import annotations
@@ -50,9 +49,7 @@ class Code:
         memory: where the buffers lie.
         arena: the memory they lie in; may hold anything between runs.
         namespace: globals of the generated functions.
-        nbytes: memory held by the arena and by constants.
         cells: length of the list through which streams hand over tensors.
-        folded: calls that were run here, once, because they depend on constants alone.
         copied: positions of outputs that alias what the executable or its caller holds.
     """
 
@@ -61,9 +58,7 @@ class Code:
     memory: MemoryPlan
     arena: torch.UntypedStorage
     namespace: dict[str, Any]
-    nbytes: int
     cells: int
-    folded: frozenset[int]
     copied: tuple[int, ...]
     _prepared: PreparedSteps
     _timed: list[Lines] = field(default_factory=list)
@@ -121,9 +116,7 @@ def compile_recording(
         memory=memory,
         arena=prepared.arena,
         namespace={"Stopped": Stopped, "flat": flat_tensors} | fixed,
-        nbytes=memory.nbytes + prepared.constants.nbytes,
         cells=len(prepared.cells),
-        folded=prepared.constants.calls,
         copied=tuple(p for p, slot in enumerate(recording.outputs) if recording.storage_of[slot] in outside),
         _prepared=prepared,
     )
@@ -298,8 +291,7 @@ def _emit_calls(prepared: PreparedSteps, writers: Sequence[_Writer], *, timed: b
             writer.add("if failed: raise Stopped")
         if timed:
             writer.add(f"A[{call}] = now()")
-        if call not in prepared.constants.calls:
-            writer.issue(of_call[call])
+        writer.issue(of_call[call])
         if timed:
             writer.add(f"B[{call}] = now()")
         for index in signals.get(call, ()):

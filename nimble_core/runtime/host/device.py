@@ -218,7 +218,6 @@ def _observation(
         for call, begin, end in zip(calls, begins, ends, strict=True)
     ]
     taken = [[float(ends[call] - begins[call]) for _, begins, ends in seen] for call in range(len(calls))]
-    folded = executable.folded
     workers = schedule.streams or 1
     return Observation(
         Timeline(
@@ -229,7 +228,6 @@ def _observation(
             spans=tuple(sorted(spans, key=lambda span: (span.start_ns, span.end_ns))),
             profiled_ns=wall,
             unprofiled_ns=median(plain_ns),
-            note=f"{folded} calls on constants were run once, at preparation: they take no time" if folded else "",
         ),
         Costs(
             ns=tuple(median(one) for one in taken),

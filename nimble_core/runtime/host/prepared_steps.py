@@ -1,6 +1,6 @@
 """What each step of a recording becomes in a replay, found by running every step once.
 
-A tensor is fixed if it is the same object in every replay: the model's own, constants, buffers, and views of these.
+A tensor is fixed if it is the same object in every replay: the model's own, buffers, and views of these.
 """
 
 from __future__ import annotations
@@ -13,10 +13,7 @@ import torch
 
 from nimble_core.ir.schedule import Schedule
 from nimble_core.profiling.nvtx import call_ranges
-from nimble_core.runtime.host.buffers import made_by_step
-from nimble_core.runtime.host.constants import find_constants
-from nimble_core.runtime.host.entry_points import cheapest_entry
-from nimble_core.runtime.host.out_variants import can_fill, filling_step
+from nimble_core.runtime.host.buffers import can_fill, direct, filling_step, made_by_step
 from nimble_core.scheduling.memory_planner import MemoryPlan
 from nimble_core.tracing.recording import Recording, Step, fill, flat_tensors
 
@@ -38,7 +35,7 @@ class PreparedStep:
     """A step ready to be written down.
 
     Args:
-        step: with the cheapest entry into its operator.
+        step: with a direct entry into its operator.
         filling: the step as a call that fills a tensor given to it; None if it cannot be one.
         shape: of what it returns: ``"tensor"``, ``"flat"`` (a tuple or list of tensors) or ``"nested"``.
         allocates: whether it is a step between calls whose results are new memory.
@@ -68,7 +65,6 @@ class PreparedSteps:
         self.recording = recording
         self.schedule = schedule
         self.memory = memory
-        self.constants = find_constants(recording)
         self.fixed: dict[int, torch.Tensor] = dict(recording.given)
         self.forms: dict[int, TensorForm] = {}
         self.steps = list(self._run_each(inputs))
@@ -99,8 +95,8 @@ class PreparedSteps:
             placed = any(self.memory.offsets[storage] >= 0 for storage in fresh)
             fills = placed and can_fill(step) and not returned[0].is_quantized
             yield PreparedStep(
-                step=replace(step, func=cheapest_entry(step.func, args, kwargs, result)),
-                filling=filling_step(step, args, kwargs, result) if fills else None,
+                step=replace(step, func=direct(step.func)),
+                filling=filling_step(step) if fills else None,
                 shape=_shape(result),
                 allocates=step.call is None and bool(fresh),
             )
@@ -110,12 +106,10 @@ class PreparedSteps:
                     tensors.pop(slot, None)
 
     def _note(self, slot: int, tensor: torch.Tensor) -> None:
-        """Keep a result's form, and the result itself where it is the same in every replay."""
+        """Keep a result's form, and an empty result itself."""
         recording, storage = self.recording, self.recording.storage_of[slot]
         self.forms[slot] = TensorForm(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
-        if storage in self.constants.storages:
-            self.fixed[slot] = tensor
-        elif (
+        if (
             not tensor.numel()
             and recording.program.storages[storage].role == "intermediate"
             and slot not in recording.outputs
