@@ -19,13 +19,12 @@ from nimble_core.ir.schedule import Schedule
 from nimble_core.profiling.machine import interruptions
 from nimble_core.profiling.nvtx import capture_range, replays_marked
 from nimble_core.runtime.cuda.allocation_trace import CaptureCounter, allocations_traced
-from nimble_core.runtime.cuda.capturing import capture_on, errors_explained, retry_with_room
+from nimble_core.runtime.cuda.capturing import capture_on, errors_explained, fork, join, retry_with_room
 from nimble_core.runtime.cuda.executable import CudaExecutable
 from nimble_core.runtime.cuda.graph_nodes import read_graph
 from nimble_core.runtime.cuda.issuing import issue_schedule, read_and_link
 from nimble_core.runtime.cuda.memory import CudaArena, places_memory
 from nimble_core.runtime.cuda.observing import observe_replays
-from nimble_core.runtime.cuda.streams import fork, join
 from nimble_core.runtime.device import Executable, Timed
 from nimble_core.scheduling.memory_planner import MemoryPlan
 from nimble_core.scheduling.memory_requirements import Layout, lay_out

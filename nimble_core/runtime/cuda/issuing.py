@@ -11,9 +11,9 @@ import torch
 
 from nimble_core.ir.schedule import Schedule
 from nimble_core.profiling.nvtx import call_ranges
+from nimble_core.runtime.cuda.capturing import Lanes
 from nimble_core.runtime.cuda.graph_nodes import CaptureProbe, linked, links_change, read_graph, zeroed_at_once
 from nimble_core.runtime.cuda.memory import CudaArena
-from nimble_core.runtime.cuda.streams import Lanes
 from nimble_core.runtime.device import PlacementError
 from nimble_core.scheduling.verify_capture import RawGraph, launched_ahead
 from nimble_core.tracing.kernel_launches import Relaunch

@@ -29,8 +29,9 @@ from nimble_core.profiling.machine import cpu_name, interruptions
 from nimble_core.profiling.nvtx import capture_range, replays_marked
 from nimble_core.runtime.device import Executable, Timed
 from nimble_core.runtime.host.buffers import lay_out_buffers
-from nimble_core.runtime.host.codegen import compile_recording
+from nimble_core.runtime.host.codegen import Code
 from nimble_core.runtime.host.executable import HostExecutable, WholeExecutable
+from nimble_core.runtime.host.prepared_steps import PreparedSteps
 from nimble_core.runtime.host.workers import usable_cores
 from nimble_core.scheduling.failure_order import failing_as_eager
 from nimble_core.scheduling.memory_planner import MemoryPlan, plan_memory
@@ -125,7 +126,7 @@ class HostDevice:
                 no_torch_function(),
             ):
                 issued, memory = failing_as_eager(recording.program, schedule, memory)
-                code = compile_recording(recording, issued, inputs, memory)
+                code = Code(PreparedSteps(recording, issued, inputs, memory))
                 executable = HostExecutable(code, schedule, inputs)
                 return replays_marked(executable, recording.program, schedule)
         except NimbleError:

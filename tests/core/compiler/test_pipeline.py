@@ -60,17 +60,6 @@ def test_outputs_are_as_close_to_float64_as_eagers(name: str, fuse: str, device:
 
 
 @torch.no_grad()
-def test_an_input_that_starts_elsewhere_in_its_memory(fuse: str, device: str) -> None:
-    model, draw, net = prepared("attention", fuse, device)
-    whole = torch.randn(4, 5, 16, device=device)
-    sliced = Nimble(model, quick(fuse)).prepare(whole[1:3])
-    assert fused(sliced) == fuse, engine(sliced).notes
-    for x in (whole[2:], whole[1:3], draw()):
-        assert_close(net(x), model(x))
-        assert_close(sliced(x), model(x))
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_outputs_have_the_strides_of_eagers(layout: torch.memory_format, fuse: str, device: str) -> None:
     model, draw = made("residual", device)

@@ -41,9 +41,6 @@ def fail(*args: Any, **kwargs: Any) -> Any:
     raise ZeroDivisionError("not today\nnor tomorrow")
 
 
-# -- what cannot be made -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("tune", ["off", "fast"])
 @pytest.mark.parametrize("policy", ["auto", "nimble", "single"])
 def test_an_operator_that_a_compiler_does_not_know(policy: str, tune: Any) -> None:
@@ -118,9 +115,6 @@ def test_a_launch_that_was_not_seen_is_an_error() -> None:
     assert "after call 3" in str(caught.value)
 
 
-# -- what is not right -------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("fuse", FUSED)
@@ -139,14 +133,6 @@ def test_kernels_that_compute_something_else_are_left_out(
     assert engine(net).schedule.policy == "nimble"
     x = draw()
     torch.testing.assert_close(net(x), model(x))
-
-
-def test_kernels_of_which_nothing_can_be_shown_are_left_out() -> None:
-    def model(x: torch.Tensor) -> torch.Tensor:
-        return torch.ones_like(x) + (x * 1e-9).tanh()
-
-    net = Nimble(model, quick("library")).prepare(torch.randn(8))
-    assert "void" in left_out(net, "library")
 
 
 @pytest.mark.parametrize("tune", ["off", "fast"])
@@ -177,34 +163,19 @@ def test_kernels_that_cannot_be_captured_or_replayed_are_left_out(
         Nimble(model, quick("none")).prepare(draw())
 
 
-# -- reports -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("fuse", FUSED)
 def test_a_report_of_fused_kernels(fuse: Any, tmp_path: Path) -> None:
     model, draw = made("tower")
     options = Options(fuse=fuse, policy="nimble", budget_s=0.2)
     report = compare(model, draw(), options=options, progress=Progress())
     assert report.program.fuse == fuse
-    assert report.chosen in {f"{fuse}, single", f"{fuse}, nimble"}, "whichever was faster"
     assert report.eager is not None
     assert {index for call in report.program.calls for index in call.eager} == set(range(len(report.eager.calls)))
-    names = {"single", f"{fuse}, single", f"{fuse}, nimble"}
-    assert {one.name for one in report.candidates} == names
-    assert {taken.name for taken in report.measurements} == names | {"eager"}
+    assert {one.name for one in report.candidates} == {"single", f"{fuse}, single", f"{fuse}, nimble"}
     for one in report.candidates:
-        assert one.fuse == ("none" if one.name == "single" else fuse)
-        assert (one.fuse_s > 0) == (one.fuse != "none")
-        assert one.capture_s > 0
         assert one.check is not None
         assert one.check.passed
         assert one.check.reference == ("eager" if one.fuse == "none" else "float64")
-        assert not one.note
-    assert [one.name for one in report.candidates if one.chosen] == [report.chosen]
-    assert {plan.policy for plan in report.schedules} == names - {"single"}
-    assert all(len(plan.stream) == len(report.program.calls) for plan in report.schedules)
-    assert {line.run for line in report.timelines} == {"eager", *names} - {"single"}
-    assert len(report.costs.ns) == len(report.program.calls)
     kept = load(report.save(tmp_path / "fused.nimble"))
     assert kept == report
     assert fuse in plain_text(kept)

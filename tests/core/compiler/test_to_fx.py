@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
-from torch import nn
 
 from nimble_core.compiler.to_fx import (
     CALL_PREFIX,
@@ -40,9 +39,6 @@ def test_every_model_of_the_recorder(name: str) -> None:
     model, args, kwargs = make(name)
     one, module = lifted(model, *args, **kwargs)
     assert same(effects(module, one), eager_effects(one), strides=True)
-
-
-# -- writes in place -------------------------------------------------------------------------------------------------
 
 
 def overlapping_slices(x: torch.Tensor) -> Any:
@@ -122,9 +118,6 @@ def test_writes_that_nobody_else_sees_become_functional() -> None:
     assert run == [aten.mul.Tensor, aten.relu.default, aten.reshape.default, aten.add.Tensor]
 
 
-# -- what stays and what goes ----------------------------------------------------------------------------------------
-
-
 def test_dead_work_is_left_out_but_random_numbers_are_still_drawn() -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
         x.exp().sin()
@@ -150,20 +143,6 @@ def test_checks_stay() -> None:
         module(torch.full((3,), -200.0))
 
 
-def test_outputs_that_are_inputs_and_parameters_are_these() -> None:
-    model = nn.Linear(3, 3)
-    one, module = lifted(lambda x: (x, model.weight, x), torch.randn(2, 3))
-    x = torch.randn(2, 3)
-    first, weight, second = module(x)
-    assert first is x
-    assert second is x
-    assert weight.data_ptr() == model.weight.data_ptr()
-    assert one.recording.program.calls == ()
-
-
-# -- provenance ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("trap", TRAPS)
 def test_every_eager_call_is_one_node_of_its_name_and_shape(trap: Callable[..., Any]) -> None:
     one, module = lifted(trap, torch.randn(3, 4))
@@ -173,21 +152,6 @@ def test_every_eager_call_is_one_node_of_its_name_and_shape(trap: Callable[..., 
     outputs = module.graph.output_node().args[0]
     for node, recorded in zip(outputs, one.recording.program.outputs, strict=True):  # type: ignore[arg-type]
         assert reference_of(node).sizes == recorded.sizes  # type: ignore[arg-type, union-attr]
-
-
-# -- operators that return several -----------------------------------------------------------------------------------
-
-
-def test_results_by_their_place() -> None:
-    def forward(x: torch.Tensor) -> Any:
-        values, places = x.sort(1)
-        low, high = torch.aminmax(x, dim=1)
-        _a, b, c = x.split([1, 2, 1], 1)
-        _u, s, _v = torch.linalg.svd(x)
-        return places, values * 2, high - low, c, b, s
-
-    one, module = lifted(forward, torch.randn(3, 4))
-    assert same(effects(module, one), eager_effects(one))
 
 
 @pytest.mark.parametrize("mask", [[True, True, True], [True, True, False], [False, True, True], [False, True, False]])
@@ -219,9 +183,6 @@ def test_windows_that_differ_in_strides_of_no_matter_count_in_results_only() -> 
     made, window, _ = effects(module, one).outputs
     assert (made.stride(), window.stride()) == ((4, 1, 1, 1), (4, 1, 4, 4))
     assert aten.as_strided.default not in targets(module)
-
-
-# -- small helpers ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("split", [lambda x: x.unsafe_chunk(2, 1), lambda x: x.unsafe_split_with_sizes([1, 3], 1)])

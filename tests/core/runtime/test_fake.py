@@ -84,3 +84,13 @@ def test_closed_or_foreign_executables_are_refused() -> None:
         executable.run([X])
     with pytest.raises(DeviceError, match="cannot observe"):
         device.observe(HostDevice().capture(recording, schedule, [X]), recording, 1)
+
+
+def test_observing_gives_the_simulated_timeline_and_the_given_costs() -> None:
+    device = FakeDevice(by_label)
+    recording = device.record(diamond, Signature((X,), {}), (X,), {})
+    executable = device.capture(recording, nimble(build_graph(recording.program), device.costs(recording.program)), [X])
+    seen = device.observe(executable, recording, 3)
+    assert device.clock_ns() == 3 * 160.0
+    assert seen.timeline.profiled_ns == seen.timeline.length_ns == 160.0
+    assert seen.costs.ns == (100.0, 30.0, 50.0, 10.0)

@@ -30,7 +30,6 @@ from tests.support.rewrite_models import (
     lifted,
     recorded,
     results_are_padded,
-    strides_that_matter,
     unchanged_by,
 )
 from tests.support.training_steps import both
@@ -92,15 +91,6 @@ def test_convolutions_read_and_write_channels_last(layout: torch.memory_format, 
     assert all(one.is_contiguous(memory_format=torch.channels_last) for one in seen)
 
 
-def test_inputs_and_weights_are_converted_once() -> None:
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return CONV(x) + CONV(x.relu()) + nn.functional.conv2d(x, CONV.weight * 2)
-
-    _, module = lifted(forward, IMAGES)
-    assert to_channels_last(module) == 3
-    assert len(clones(module)) == 3
-
-
 def strided_by_hand(x: torch.Tensor) -> Any:
     return CONV(x).as_strided((2, 3), (4, 2))
 
@@ -145,12 +135,6 @@ class Shrinks(nn.Module):
         return self.last(torch.relu(self.first(x))).flatten(1)
 
 
-def test_weights_that_read_single_pixels_stay_as_they_are() -> None:
-    _, module = lifted(Shrinks(), torch.randn(2, 3, 2, 2))
-    assert to_channels_last(module) == 2
-    assert clones(module) == [(8, 3, 3, 3), (2, 3, 2, 2)]
-
-
 class Changing(nn.Module):
     """Writes a weight between two convolutions, through any view."""
 
@@ -170,23 +154,6 @@ class Changing(nn.Module):
 def test_weights_that_change_in_between_are_not_converted(through: Callable[..., torch.Tensor]) -> None:
     module = unchanged_by(to_channels_last, recorded(Changing(through), IMAGES), 1e-5)
     assert clones(module) == [(4, 3, 3, 3), (2, 3, 6, 6)], "the weight that stays, and the image"
-
-
-@pytest.mark.parametrize("free", [0, 1, 2])
-def test_results_that_are_copied_out_may_have_any_strides(free: int) -> None:
-    def twice(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        found = CONV(x)
-        return found, found
-
-    for forward in (lambda x: (CONV(x), CONV(x).relu()), twice):
-        one, module = lifted(forward, IMAGES)
-        to_channels_last(module)
-        keep_strides(module, exactly=True, free=free)
-        module.recompile()
-        turned = [result.is_contiguous(memory_format=torch.channels_last) for result in module(IMAGES)]
-        same_result = forward is twice
-        assert turned == ([free == 2] * 2 if same_result else [at < free for at in range(2)])
-        assert strides_that_matter(module(IMAGES)[free:]) == strides_that_matter(one.model(IMAGES)[free:])
 
 
 # -- training steps --------------------------------------------------------------------------------------------------

@@ -85,8 +85,6 @@ def test_any_model_computes_the_same_in_eagers_strides(name: str) -> None:
     check()
 
 
-# -- writes in between -------------------------------------------------------------------------------------------------
-
 LAYER, OTHER, CONV = nn.Linear(4, 4).double(), nn.Linear(4, 4).double(), nn.Conv2d(3, 4, 3).double()
 NORM = nn.BatchNorm2d(4).double().eval()
 ROWS, IMAGES = torch.randn(1, 4).double(), torch.randn(2, 3, 6, 6).double()
@@ -138,9 +136,6 @@ def test_what_is_written_in_between_is_read_again(forward: Callable[..., Any]) -
     one = recorded(forward, ROWS if forward in WRITING else IMAGES)
     for rewrite in PASSES.values():
         unchanged_by(lambda module, rewrite=rewrite: rewrite(module, Decisions(fake_timer([1.0]))), one)
-
-
-# -- sequences ---------------------------------------------------------------------------------------------------------
 
 
 def rewrite_all(module: fx.GraphModule, names: Sequence[str], decisions: Decisions) -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import fx, nn
+from torch import fx
 
-from nimble_core import Nimble, Options, TrainStep
 from nimble_core.compiler import pipeline
 from nimble_core.compiler.passes import pad_matmul
 from nimble_core.compiler.passes.decisions import Decisions
@@ -75,45 +72,6 @@ def test_a_gradient_that_is_written_in_place_stays_row_after_row(rows: int, colu
     assert counted == [count]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fuse", ["library", "inductor"])
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_language_model_trains_as_in_eager(fuse: Any, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    rewritten, counts = pipeline._rewritten, []
-
-    def padded(device: Any, one: Any, decisions: Decisions, *, compiled: bool) -> fx.GraphModule:
-        module = rewritten(device, one, decisions, compiled=compiled)
-        counts.append(pad(module, compiled=compiled))
-        return module
-
-    monkeypatch.setattr(pipeline, "_rewritten", padded)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 203, bias=bias)).train()
-    eager = copy.deepcopy(model)
-    x, labels = torch.randn(16, 32), torch.randint(203, (16,))
-    mine, theirs = (torch.optim.AdamW(one.parameters(), lr=0.01, fused=True) for one in (model, eager))
-    options = Options(fuse=fuse, policy="nimble")
-    step = TrainStep(model, F.cross_entropy, mine, options=options).prepare(x, labels)
-    for _ in range(5):
-        theirs.zero_grad()
-        loss = F.cross_entropy(eager(x), labels)
-        loss.backward()
-        theirs.step()
-        assert torch.allclose(step(x, labels), loss.detach(), rtol=1e-4)
-    step.close()
-    net = Nimble(model, options).prepare(x, training=True)
-    assert {engine.recorded.recording.program.fuse for engine in net.engines} == {fuse}
-    eager.load_state_dict(model.state_dict())
-    for one in (net, eager):
-        one.zero_grad()
-        F.cross_entropy(one(x), labels).backward()
-    for ours, expected in zip(model.parameters(), eager.parameters(), strict=True):
-        assert torch.allclose(ours.grad, expected.grad, atol=1e-5)
-        assert ours.grad.stride() == expected.grad.stride()
-    net.close()
-    assert counts == [2 if bias else 3, 0 if bias else 1, 2], "products of the step, of a forward, of its backward"
-
-
 @torch.library.custom_op("nimble_padding::rows", mutates_args=())
 def rows(x: torch.Tensor) -> torch.Tensor:
     """Asks for memory row after row, as kernels of one's own do."""
@@ -147,9 +105,6 @@ def test_nothing_is_padded_without_a_measurement_or_where_it_does_not_pay(monkey
     assert found == [0, 1, 0]
     monkeypatch.setattr(pad_matmul, "_LEAST_WORK", 1 << 30)
     assert pad(lift(one.recording)) == 0
-
-
-# -- inputs that are copied anyway -------------------------------------------------------------------------------------
 
 
 def backward(gradient: torch.Tensor, x: torch.Tensor) -> Any:

@@ -160,9 +160,6 @@ def test_memory_that_is_written_is_no_constant(forward: Callable[..., Any], sour
     assert [name for name, _ in folded.sources if name] == sources if folded else not sources
 
 
-# -- constants that are returned -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "forward",
     [
@@ -180,9 +177,6 @@ def test_who_gets_a_constant_may_write_it(forward: Callable[..., Any]) -> None:
         if not any(stride == 0 for stride in made.stride()):
             made.add_(100)
     assert same(effects(module, one), wanted)
-
-
-# -- what it costs ---------------------------------------------------------------------------------------------------
 
 
 def test_what_is_much_larger_than_what_it_is_made_of_stays_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
