@@ -146,9 +146,9 @@ class _Writer:
 
     def allocate(self, slot: int) -> None:
         """Write the allocation of a tensor that calls fill in part."""
-        form = self.prepared.forms[slot]
-        empty, dtype = self.constant(torch.empty_strided), self.constant(form.dtype)
-        self.set(slot, f"{empty}({form.sizes}, {form.strides}, dtype={dtype})")
+        ref = self.prepared.recording.refs[slot]
+        empty, dtype = self.constant(torch.empty_strided), self.constant(getattr(torch, ref.dtype))
+        self.set(slot, f"{empty}({ref.sizes}, {ref.strides}, dtype={dtype})")
         self.hand_over(slot)
 
     def issue(self, one: PreparedStep) -> None:

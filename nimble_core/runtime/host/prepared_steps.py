@@ -17,17 +17,7 @@ from nimble_core.runtime.host.buffers import can_fill, direct, filling_step, mad
 from nimble_core.scheduling.memory_planner import MemoryPlan
 from nimble_core.tracing.recording import Recording, Step, fill, flat_tensors
 
-__all__ = ["PreparedStep", "PreparedSteps", "TensorForm"]
-
-
-@dataclass(frozen=True, slots=True)
-class TensorForm:
-    """Where a tensor lies in its storage, and what it holds."""
-
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
+__all__ = ["PreparedStep", "PreparedSteps"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +56,6 @@ class PreparedSteps:
         self.schedule = schedule
         self.memory = memory
         self.fixed: dict[int, torch.Tensor] = dict(recording.given)
-        self.forms: dict[int, TensorForm] = {}
         self.steps = list(self._run_each(inputs))
         self.arena = torch.UntypedStorage(memory.nbytes)
         self._fix_buffers()
@@ -91,7 +80,7 @@ class PreparedSteps:
             for slot, tensor in zip(step.outputs, returned, strict=True):
                 if slot >= 0:
                     tensors[slot] = tensor
-                    self._note(slot, tensor)
+                    self._fix_if_empty(slot, tensor)
             placed = any(self.memory.offsets[storage] >= 0 for storage in fresh)
             fills = placed and can_fill(step) and not returned[0].is_quantized
             yield PreparedStep(
@@ -105,16 +94,10 @@ class PreparedSteps:
                 if last[slot] == index:
                     tensors.pop(slot, None)
 
-    def _note(self, slot: int, tensor: torch.Tensor) -> None:
-        """Keep a result's form, and an empty result itself."""
-        recording, storage = self.recording, self.recording.storage_of[slot]
-        self.forms[slot] = TensorForm(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
-        if (
-            not tensor.numel()
-            and recording.program.storages[storage].role == "intermediate"
-            and slot not in recording.outputs
-        ):
-            # Nothing orders its readers after the call that makes the rest of its memory.
+    def _fix_if_empty(self, slot: int, tensor: torch.Tensor) -> None:
+        """Make an empty result here: nothing orders its readers after the call that makes the rest of its memory."""
+        home = self.recording.program.storages[self.recording.storage_of[slot]]
+        if not tensor.numel() and home.role == "intermediate" and slot not in self.recording.outputs:
             self.fixed[slot] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
 
     def _fix_buffers(self) -> None:
@@ -125,10 +108,10 @@ class PreparedSteps:
             for slot in one.step.outputs:
                 offset = self.memory.offsets[self.recording.storage_of[slot]] if slot >= 0 else -1
                 if offset >= 0 and slot not in self.fixed:
-                    form = self.forms[slot]
-                    start = offset // form.dtype.itemsize + form.offset
-                    made = torch.empty(0, dtype=form.dtype)
-                    self.fixed[slot] = made.set_(self.arena, start, form.sizes, form.strides)
+                    ref = self.recording.refs[slot]
+                    start = (offset + ref.offset) // ref.itemsize
+                    made = torch.empty(0, dtype=getattr(torch, ref.dtype))
+                    self.fixed[slot] = made.set_(self.arena, start, ref.sizes, ref.strides)
 
     def _fix_views(self) -> None:
         """Make every view of fixed tensors."""
