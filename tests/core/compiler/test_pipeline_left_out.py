@@ -184,17 +184,3 @@ def test_a_report_of_fused_kernels(fuse: Any, tmp_path: Path) -> None:
     x = draw()
     with torch.no_grad():
         torch.testing.assert_close(again(x), model(x))
-
-
-def test_a_report_where_the_kernels_could_not_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._inductor, "compile", fail)
-    model, draw = made("attention")
-    report = compare(model, draw(), options=Options(fuse="inductor", budget_s=0.1), progress=Progress())
-    assert (report.program.fuse, report.eager) == ("none", None)
-    (left,) = [one for one in report.candidates if one.fuse == "inductor"]
-    assert (left.name, left.measurement, left.chosen) == ("inductor", None, False)
-    assert "ZeroDivisionError: not today" in left.note
-    assert any(warning == f"inductor: {left.note}" for warning in report.warnings)
-    assert report.chosen in {plan.policy for plan in report.schedules}
-    assert len(report.schedules) == 2, "eager's own kernels are planned as without the option"
-    assert plain_text(report)

@@ -138,26 +138,10 @@ class Counter(nn.Module):
         return y, self.count * 3
 
 
-def written_in_part(x: torch.Tensor) -> Any:
-    table = torch.zeros(3, 4)
-    table[1] = 5
-    table[:, 0] += x[0, 0]
-    return table, table * 2
-
-
-def constant_then_inputs(x: torch.Tensor) -> Any:
-    total = torch.zeros(4)
-    seen = total.view(2, 2)
-    total += x[0]
-    return seen * 1, total
-
-
-@pytest.mark.parametrize(
-    ("forward", "sources"), [(Counter(), ["weight"]), (written_in_part, []), (constant_then_inputs, [])]
-)
-def test_memory_that_is_written_is_no_constant(forward: Callable[..., Any], sources: list[str]) -> None:
-    *_, folded = cut(forward, X)
-    assert [name for name, _ in folded.sources if name] == sources if folded else not sources
+def test_memory_that_is_written_is_no_constant() -> None:
+    *_, folded = cut(Counter(), X)
+    assert folded is not None
+    assert [name for name, _ in folded.sources] == ["weight"]
 
 
 @pytest.mark.parametrize(

@@ -117,13 +117,12 @@ def test_a_call_that_fails_leaves_what_stays_as_eager_leaves_it(
             written = torch.ones(3, 4)  # in other strides than the recorded ones, or not
             with torch.no_grad():
                 try:
-                    run(table, written, *indices)
-                    failed = False
+                    returned = run(table, written, *indices)
                 except (IndexError, DeviceError):
-                    failed = True
-            left.append((failed, model.state(written)))
-        (eager_failed, expected), (failed, found) = left
-        assert failed == eager_failed
+                    returned = []
+            left.append([*model.state(written), *returned])
+        expected, found = left
+        assert len(found) == len(expected)
         assert all(map(torch.equal, found, expected))
     executable.close()
 
@@ -180,10 +179,9 @@ def in_any_order(seed: int) -> Callable[[CallGraph, Any], Schedule]:
     return policy
 
 
-@pytest.mark.parametrize("seeds", [range(start, start + 50) for start in range(0, 150, 50)], ids=str)
-def test_calls_that_move_within_their_stream_leave_reuse_of_memory_in_order(seeds: range) -> None:
+def test_calls_that_move_within_their_stream_leave_reuse_of_memory_in_order() -> None:
     x, index = torch.randn(8, 8), torch.arange(8)
-    for seed in seeds:
+    for seed in range(100):
         model = ReadAfterTaking()
         eager = copy.deepcopy(model)
         net = Nimble(model, Options(fuse="none", tune="off", policy=in_any_order(seed))).prepare(x, index)
