@@ -120,10 +120,16 @@ def one_bias_for_all(x: torch.Tensor) -> Any:
     return torch.addmm(bias, y, B.weight.t()) + torch.addmm(A.bias, y, C.weight.t())
 
 
+def scaled_sum(x: torch.Tensor) -> Any:
+    y = x.tanh()
+    return torch.addmm(A.bias, y, B.weight.t(), alpha=2), torch.addmm(A.bias, y, C.weight.t(), beta=3), A(y), B(y)
+
+
 @pytest.mark.parametrize(
     ("forward", "saved"),
     [
         (lambda x: A(x) * B(x), 1), (weights_used_before, 1), (bias_used_before, 1), (one_bias_for_all, 0),
+        (scaled_sum, 1),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("cut", [False, True])

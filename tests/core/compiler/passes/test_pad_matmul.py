@@ -57,6 +57,17 @@ def test_a_product_of_any_size(
     assert count == [int(any(size % multiple for size in (rows, terms, columns)))]
 
 
+def test_a_weight_is_read_when_its_product_is() -> None:
+    weight = torch.randn(7, 4, dtype=torch.float64)
+
+    def step(x: torch.Tensor) -> Any:
+        before = x.cos() @ weight.t()
+        weight.mul_(0.5)
+        return before, x.sin() @ weight.t()
+
+    unchanged_by(pad, recorded(step, torch.randn(6, 4, dtype=torch.float64)))
+
+
 @pytest.mark.parametrize(("rows", "columns", "count"), [(7, 4, 1), (7, 6, 1), (6, 7, 0), (9, 7, 1)])
 def test_a_gradient_that_is_written_in_place_stays_row_after_row(rows: int, columns: int, count: int) -> None:
     x = torch.randn(16, columns, dtype=torch.float64)
