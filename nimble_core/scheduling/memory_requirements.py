@@ -19,7 +19,7 @@ from nimble_core.scheduling.workspace_zeroing import COUNTERS_NBYTES, Place, sta
 __all__ = ["CELL_NBYTES", "SMALL_NBYTES", "Block", "Layout", "lay_out", "next_claim"]
 
 SMALL_NBYTES = 1 << 20
-"""Allocations up to this size are handed out by address (see ``runtime.cuda.allocator``)."""
+"""Allocations up to this size are handed out by address (see ``runtime.cuda.memory``)."""
 
 CELL_NBYTES = 512
 """Workspaces up to this size share their bytes with nothing."""

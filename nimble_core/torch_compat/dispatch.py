@@ -42,7 +42,6 @@ else:
 
 __all__ = [
     "ANY_KEY",
-    "BINDINGS",
     "COMPOSITE",
     "FAKE_TENSOR",
     "DataDependentOutputException",
@@ -70,8 +69,6 @@ __all__ = [
     "negated",
     "no_torch_function",
     "pop_mode",
-    "pop_stack",
-    "push_stack",
     "pytree",
     "scale_checked_",
     "set_lifts_host_tensors",
@@ -82,10 +79,6 @@ _dispatch = "torch.utils._python_dispatch"
 current_mode: Callable[[], Any] = function(f"{_dispatch}:_get_current_dispatch_mode", "know the mode in force")
 current_modes: Callable[[], Any] = function(f"{_dispatch}:_get_current_dispatch_mode_stack", "know all modes in force")
 pop_mode: Callable[..., Any] = function(f"{_dispatch}:_pop_mode", "take modes that a failed run left out of force")
-push_stack: Callable[[Any], None] = function(
-    "torch._C:_push_on_torch_dispatch_stack", "put a mode in force in C, which an interrupt cannot leave half done"
-)
-pop_stack: Callable[[Any], Any] = function("torch._C:_pop_torch_dispatch_stack", "take it out of force likewise")
 no_torch_function: Callable[[], AbstractContextManager[None]] = function(
     "torch._C:DisableTorchFunction", "look at tensors past __torch_function__ and the caller's modes"
 )
@@ -111,19 +104,6 @@ set_lifts_host_tensors: Callable[[bool], None] = function(
     "torch.tensor(..., device=...) is refused in captures",
     fallback=lambda on: None,
 )
-BINDINGS: tuple[Any, ...] = tuple(
-    found
-    for name in ("_VariableFunctions", "_nn", "TensorBase")
-    if (
-        found := private(
-            f"torch._C:{name}",
-            "call operators through the functions behind torch's interface: 0.35 µs less for each",
-            "operators are called through their overloads",
-        ).find()
-    )
-    is not None
-)
-"""Where torch keeps the functions behind its Python interface."""
 FAKE_TENSOR = private(
     "torch._subclasses:FakeTensor",
     "hide from libraries that tensors are fake: they keep another branch for those",

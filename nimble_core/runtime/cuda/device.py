@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -17,20 +17,20 @@ import torch
 from nimble_core.ir.schedule import Schedule
 from nimble_core.ir.timeline import Observation
 from nimble_core.profiling.machine import interruptions
-from nimble_core.profiling.nvtx import capture_range, replays_marked
+from nimble_core.profiling.nvtx import call_ranges, capture_range, replays_marked
 from nimble_core.runtime.cuda.allocation_trace import CaptureCounter, allocations_traced
-from nimble_core.runtime.cuda.capturing import capture_on, errors_explained, retry_with_room
+from nimble_core.runtime.cuda.capturing import Lanes, capture_on, errors_explained, fork, join, retry_with_room
 from nimble_core.runtime.cuda.executable import CudaExecutable
-from nimble_core.runtime.cuda.graph_nodes import read_graph
-from nimble_core.runtime.cuda.issuing import issue_schedule, read_and_link
+from nimble_core.runtime.cuda.graph_nodes import CaptureProbe, linked, links_change, read_graph, zeroed_at_once
 from nimble_core.runtime.cuda.memory import CudaArena, places_memory
 from nimble_core.runtime.cuda.observing import observe_replays
-from nimble_core.runtime.cuda.streams import fork, join
-from nimble_core.runtime.device import Executable, Timed
+from nimble_core.runtime.device import Executable, PlacementError, Timed
 from nimble_core.scheduling.memory_planner import MemoryPlan
 from nimble_core.scheduling.memory_requirements import Layout, lay_out
 from nimble_core.scheduling.simulator import H200
+from nimble_core.scheduling.verify_capture import RawGraph, launched_ahead
 from nimble_core.tracing.grad_accumulators import kept_graphs_apart
+from nimble_core.tracing.kernel_launches import Relaunch
 from nimble_core.tracing.pytree import builder, flatten
 from nimble_core.tracing.recorder import record
 from nimble_core.tracing.recording import Issuer, Recording, issuing
@@ -40,7 +40,7 @@ from nimble_core.tracing.side_effects import preserved, rehearse
 from nimble_core.tracing.signature import Signature
 from nimble_core.tracing.step_wrapper import Around
 from nimble_core.tracing.strides import widened
-from nimble_core.utils.errors import CaptureError, DeviceError
+from nimble_core.utils.errors import CaptureError, DeviceError, NimbleError
 from nimble_core.utils.locks import capturing, launching
 
 __all__ = ["CudaDevice", "CudaExecutable"]
@@ -147,14 +147,14 @@ class CudaDevice:
                     capture_on(self.device, graph, max(schedule.streams, 1)) as (streams, probe),
                     issuing("cuda"),
                 ):
-                    bounds = issue_schedule(
+                    bounds = _issue_schedule(
                         self.device, recording, schedule, issuer, arena, streams, probe, self._unplaced
                     )
                     outputs = issuer.outputs()
                 outputs = arena.settled(outputs)
                 issuer.tensors.clear()
                 arena.capture_ended()
-                raw = read_and_link(self.device, graph, bounds, recording, arena.untouched)
+                raw = _read_and_link(self.device, graph, bounds, recording, arena.untouched)
                 with errors_explained():
                     graph.instantiate()
                 held = max(torch.cuda.memory_reserved(self.device) - before, 0)
@@ -266,3 +266,92 @@ def _like(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         return widened(tensor.detach(), sizes)
     made = torch.empty_like(tensor, requires_grad=False)
     return made.copy_(tensor.detach())
+
+
+def _issue_schedule(
+    device: torch.device,
+    recording: Recording,
+    schedule: Schedule,
+    issuer: Issuer,
+    arena: CudaArena,
+    streams: Sequence[torch.cuda.Stream],
+    probe: CaptureProbe,
+    unplaced: set[str],
+) -> list[tuple[int, int]]:
+    """Issue each call on its stream behind its waits; return ``(first node, next after it)`` by call.
+
+    An operator whose results are not where they were planned is added to ``unplaced``, and PlacementError raised.
+    """
+    range_of = call_ranges(recording.program, schedule)
+    producers = {producer for producer, _ in schedule.syncs}
+    waits: dict[int, list[int]] = {}
+    for producer, consumer in schedule.syncs:
+        waits.setdefault(consumer, []).append(producer)
+    events: dict[int, torch.cuda.Event] = {}
+    bounds: list[tuple[int, int]] = [(0, 0)] * len(recording.program.calls)
+    lanes = Lanes(device, schedule)
+    nodes = probe.nodes()
+    with lanes.joined(streams):
+        for position, call in enumerate(schedule.order):
+            stream = lanes.enter(call, streams)
+            for producer in waits.get(call, ()):
+                stream.wait_event(events[producer])
+            for storage in arena.dead_before(position):
+                issuer.release(storage)
+            with _refusal_explained(recording, call), range_of(call), arena.placing(call):
+                issuer.issue(call)
+            if not arena.placed(call, issuer):
+                # At once: what comes next may be meant for the memory in which these results are now.
+                unplaced.add(recording.program.calls[call].operator)
+                raise PlacementError(f"not placed as planned: {recording.program.calls[call]}")
+            first, nodes = nodes, probe.nodes()
+            bounds[call] = (first, nodes)
+            if call in producers:
+                event = torch.cuda.Event()
+                event.record(stream)
+                events[call] = event
+    return bounds
+
+
+@contextmanager
+def _refusal_explained(recording: Recording, call: int) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, (NimbleError, torch.OutOfMemoryError)):
+            raise
+        raise CaptureError(
+            f"a call could not be re-issued: {str(error).splitlines()[0]}",
+            where=str(recording.program.calls[call]),
+            fix="report this model; until then, leave that part out of the prepared module",
+        ) from error
+
+
+def _read_and_link(
+    device: torch.device,
+    graph: torch.cuda.CUDAGraph,
+    bounds: Sequence[tuple[int, int]],
+    recording: Recording,
+    untouched: Sequence[Mapping[int, Sequence[range]]],
+) -> RawGraph:
+    """Read a captured graph, and have kernels that may begin early launched ahead in its next instance.
+
+    ``bounds`` are the first node of each call and the first after it; ``untouched`` is the arena's.
+    """
+    handle = graph.raw_cuda_graph()
+    raw = read_graph(handle)
+    owner: list[int | None] = [None] * len(raw.nodes)
+    for call, (first, last) in enumerate(bounds):
+        owner[first:last] = [call] * (last - first)
+    raw = replace(raw, owner=tuple(owner))
+    if links_change(raw):
+        functions: dict[int, Any] = {step.call: step.func for step in recording.steps if step.call is not None}
+        waiting = {call for call, func in functions.items() if isinstance(func, Relaunch) and func.waits}
+        library = {call for call, func in functions.items() if getattr(func, "namespace", "") == "aten"}
+        with torch.cuda.device(device):
+            raw = zeroed_at_once(handle, raw, untouched)
+        wanted = launched_ahead(raw, waiting, library)
+        raw = linked(handle, raw, sorted(set(raw.ahead) & set(wanted)))
+        with suppress(DeviceError):  # such edges are a gain, and nothing is wrong without
+            raw = linked(handle, raw, wanted)
+    return raw

@@ -72,11 +72,6 @@ class CaptureProbe:
         fills = {node: _zeroed(driver, found[node]) for node in there if _kind_of(driver, found[node]) == "memset"}
         return {node: reach for node, reach in fills.items() if reach}
 
-    def last(self, stream: int) -> tuple[int, ...]:
-        """Return the nodes that the next node on ``stream`` would depend on (raw handles)."""
-        _, _, _, dependencies, *_ = _checked(self._driver.cuStreamGetCaptureInfo(stream), "cuStreamGetCaptureInfo")
-        return tuple(int(node) for node in dependencies or ())
-
 
 @cache
 def _nodes_of() -> Any:

@@ -1,15 +1,14 @@
 """From a recording and a schedule to straight-line Python that re-issues the calls.
 
-What is done once, here, is not done again in a replay: the cheapest entry into each operator is found, results go to
-buffers that exist already, views of such buffers are made, and calls on constants alone are run. What remains of one
-call is one line, such as ``f12(g40, g41, out=g7)``.
+What is done once, here, is not done again in a replay: results go to buffers that exist already, and views of such
+buffers are made. What remains of one call is one line, such as ``f12(g40, g41, out=g7)``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Lock
 from time import perf_counter_ns
 from types import FunctionType
@@ -17,12 +16,10 @@ from typing import Any
 
 import torch
 
-from nimble_core.ir.schedule import Schedule
 from nimble_core.runtime.host.prepared_steps import PreparedStep, PreparedSteps
-from nimble_core.scheduling.memory_planner import MemoryPlan
-from nimble_core.tracing.recording import Recording, Slot, Step, flat_tensors
+from nimble_core.tracing.recording import Slot, Step, flat_tensors
 
-__all__ = ["Code", "Lines", "Stopped", "compile_recording"]
+__all__ = ["Code", "Lines", "Stopped"]
 
 
 class Stopped(Exception):
@@ -40,33 +37,27 @@ class Lines:
     calls: dict[int, int]
 
 
-@dataclass(slots=True)
 class Code:
-    """A compiled recording.
+    """A recording compiled for a schedule.
 
     Args:
-        recording: what was compiled.
-        schedule: for which schedule.
-        memory: where the buffers lie.
-        arena: the memory they lie in; may hold anything between runs.
-        namespace: globals of the generated functions.
-        nbytes: memory held by the arena and by constants.
-        cells: length of the list through which streams hand over tensors.
-        folded: calls that were run here, once, because they depend on constants alone.
-        copied: positions of outputs that alias what the executable or its caller holds.
+        prepared: its steps. Locks and the tensors that they read are globals of the generated functions.
     """
 
-    recording: Recording
-    schedule: Schedule
-    memory: MemoryPlan
-    arena: torch.UntypedStorage
-    namespace: dict[str, Any]
-    nbytes: int
-    cells: int
-    folded: frozenset[int]
-    copied: tuple[int, ...]
-    _prepared: PreparedSteps
-    _timed: list[Lines] = field(default_factory=list)
+    def __init__(self, prepared: PreparedSteps) -> None:
+        self.recording, self.schedule = prepared.recording, prepared.schedule
+        self.memory, self.arena = prepared.memory, prepared.arena
+        self.cells = len(prepared.cells)
+        """Length of the list through which streams hand over tensors."""
+        storages, home = self.recording.program.storages, self.recording.storage_of
+        outside = {storage for storage, kept in enumerate(storages) if kept.role != "intermediate"}
+        self.copied = tuple(at for at, slot in enumerate(self.recording.outputs) if home[slot] in outside)
+        """Positions of outputs that alias what the executable or its caller holds."""
+        fixed = {f"g{slot}": tensor for slot, tensor in prepared.fixed.items()}
+        self.namespace: dict[str, Any] = {"Stopped": Stopped, "flat": flat_tensors} | fixed
+        self._prepared = prepared
+        self._timed: list[Lines] = []
+        self.renew_locks()
 
     def lines(self) -> list[Lines]:
         """Write one function per stream; that of stream 0 returns the outputs."""
@@ -96,39 +87,6 @@ class Code:
                 self.namespace[f"s{index}"]()
             except RuntimeError:  # open already
                 continue
-
-
-def compile_recording(
-    recording: Recording, schedule: Schedule, inputs: Sequence[torch.Tensor], memory: MemoryPlan
-) -> Code:
-    """Compile ``recording`` for ``schedule``. Runs every call once, on copies of what it writes.
-
-    Args:
-        recording: made on the host.
-        schedule: a checked schedule of its program.
-        inputs: example values.
-        memory: where the buffers of ``lay_out_buffers`` lie; what it does not place is allocated in every run.
-
-    Complexity:
-        Linear in steps, and one run of the model through the dispatcher.
-    """
-    prepared = PreparedSteps(recording, schedule, inputs, memory)
-    outside = {storage for storage, kept in enumerate(recording.program.storages) if kept.role != "intermediate"}
-    fixed = {f"g{slot}": tensor for slot, tensor in prepared.fixed.items()}
-    code = Code(
-        recording=recording,
-        schedule=schedule,
-        memory=memory,
-        arena=prepared.arena,
-        namespace={"Stopped": Stopped, "flat": flat_tensors} | fixed,
-        nbytes=memory.nbytes + prepared.constants.nbytes,
-        cells=len(prepared.cells),
-        folded=prepared.constants.calls,
-        copied=tuple(p for p, slot in enumerate(recording.outputs) if recording.storage_of[slot] in outside),
-        _prepared=prepared,
-    )
-    code.renew_locks()
-    return code
 
 
 @dataclass(slots=True)
@@ -188,9 +146,9 @@ class _Writer:
 
     def allocate(self, slot: int) -> None:
         """Write the allocation of a tensor that calls fill in part."""
-        form = self.prepared.forms[slot]
-        empty, dtype = self.constant(torch.empty_strided), self.constant(form.dtype)
-        self.set(slot, f"{empty}({form.sizes}, {form.strides}, dtype={dtype})")
+        ref = self.prepared.recording.refs[slot]
+        empty, dtype = self.constant(torch.empty_strided), self.constant(getattr(torch, ref.dtype))
+        self.set(slot, f"{empty}({ref.sizes}, {ref.strides}, dtype={dtype})")
         self.hand_over(slot)
 
     def issue(self, one: PreparedStep) -> None:
@@ -298,8 +256,7 @@ def _emit_calls(prepared: PreparedSteps, writers: Sequence[_Writer], *, timed: b
             writer.add("if failed: raise Stopped")
         if timed:
             writer.add(f"A[{call}] = now()")
-        if call not in prepared.constants.calls:
-            writer.issue(of_call[call])
+        writer.issue(of_call[call])
         if timed:
             writer.add(f"B[{call}] = now()")
         for index in signals.get(call, ()):

@@ -28,8 +28,9 @@ from nimble_core.profiling.machine import cpu_name, interruptions
 from nimble_core.profiling.nvtx import capture_range, replays_marked
 from nimble_core.runtime.device import Executable, Timed
 from nimble_core.runtime.host.buffers import lay_out_buffers
-from nimble_core.runtime.host.codegen import compile_recording
+from nimble_core.runtime.host.codegen import Code
 from nimble_core.runtime.host.executable import HostExecutable, WholeExecutable
+from nimble_core.runtime.host.prepared_steps import PreparedSteps
 from nimble_core.runtime.host.workers import usable_cores
 from nimble_core.scheduling.failure_order import failing_as_eager
 from nimble_core.scheduling.memory_planner import MemoryPlan, plan_memory
@@ -124,7 +125,7 @@ class HostDevice:
                 no_torch_function(),
             ):
                 issued, memory = failing_as_eager(recording.program, schedule, memory)
-                code = compile_recording(recording, issued, inputs, memory)
+                code = Code(PreparedSteps(recording, issued, inputs, memory))
                 executable = HostExecutable(code, schedule, inputs)
                 return replays_marked(executable, recording.program, schedule)
         except NimbleError:
@@ -217,7 +218,6 @@ def _observation(
         for call, begin, end in zip(calls, begins, ends, strict=True)
     ]
     taken = [[float(ends[call] - begins[call]) for _, begins, ends in seen] for call in range(len(calls))]
-    folded = executable.folded
     workers = schedule.streams or 1
     return Observation(
         Timeline(
@@ -228,7 +228,6 @@ def _observation(
             spans=tuple(sorted(spans, key=lambda span: (span.start_ns, span.end_ns))),
             profiled_ns=wall,
             unprofiled_ns=median(plain_ns),
-            note=f"{folded} calls on constants were run once, at preparation: they take no time" if folded else "",
         ),
         Costs(
             ns=tuple(median(one) for one in taken),

@@ -46,12 +46,11 @@ class HostExecutable:
         self.raw: RawGraph | None = None
         self.memory: MemoryPlan | None = code.memory
         self.arena: torch.UntypedStorage | None = code.arena
-        self.folded = len(code.folded)
         self._lock = Lock()
         written = self._written = code.recording.written_inputs
         self._strides = [ref.strides for ref in code.recording.program.inputs]
         self._inputs = [t.clone() if p in written else t for p, t in enumerate(inputs)]
-        self.nbytes: int = code.nbytes + sum(self._inputs[position].nbytes for position in written)
+        self.nbytes: int = code.memory.nbytes + sum(self._inputs[position].nbytes for position in written)
         self._rewind = rewinding(code.recording, self._inputs)
         self._copied = code.copied
         self._code: Code | None = code

@@ -1,6 +1,6 @@
 """What each step of a recording becomes in a replay, found by running every step once.
 
-A tensor is fixed if it is the same object in every replay: the model's own, constants, buffers, and views of these.
+A tensor is fixed if it is the same object in every replay: the model's own, buffers, and views of these.
 """
 
 from __future__ import annotations
@@ -13,24 +13,11 @@ import torch
 
 from nimble_core.ir.schedule import Schedule
 from nimble_core.profiling.nvtx import call_ranges
-from nimble_core.runtime.host.buffers import made_by_step
-from nimble_core.runtime.host.constants import find_constants
-from nimble_core.runtime.host.entry_points import cheapest_entry
-from nimble_core.runtime.host.out_variants import can_fill, filling_step
+from nimble_core.runtime.host.buffers import can_fill, direct, filling_step, made_by_step
 from nimble_core.scheduling.memory_planner import MemoryPlan
 from nimble_core.tracing.recording import Recording, Step, fill, flat_tensors
 
-__all__ = ["PreparedStep", "PreparedSteps", "TensorForm"]
-
-
-@dataclass(frozen=True, slots=True)
-class TensorForm:
-    """Where a tensor lies in its storage, and what it holds."""
-
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
+__all__ = ["PreparedStep", "PreparedSteps"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +25,7 @@ class PreparedStep:
     """A step ready to be written down.
 
     Args:
-        step: with the cheapest entry into its operator.
+        step: with a direct entry into its operator.
         filling: the step as a call that fills a tensor given to it; None if it cannot be one.
         shape: of what it returns: ``"tensor"``, ``"flat"`` (a tuple or list of tensors) or ``"nested"``.
         allocates: whether it is a step between calls whose results are new memory.
@@ -68,9 +55,7 @@ class PreparedSteps:
         self.recording = recording
         self.schedule = schedule
         self.memory = memory
-        self.constants = find_constants(recording)
         self.fixed: dict[int, torch.Tensor] = dict(recording.given)
-        self.forms: dict[int, TensorForm] = {}
         self.steps = list(self._run_each(inputs))
         self.arena = torch.UntypedStorage(memory.nbytes)
         self._fix_buffers()
@@ -95,12 +80,12 @@ class PreparedSteps:
             for slot, tensor in zip(step.outputs, returned, strict=True):
                 if slot >= 0:
                     tensors[slot] = tensor
-                    self._note(slot, tensor)
+                    self._fix_if_empty(slot, tensor)
             placed = any(self.memory.offsets[storage] >= 0 for storage in fresh)
             fills = placed and can_fill(step) and not returned[0].is_quantized
             yield PreparedStep(
-                step=replace(step, func=cheapest_entry(step.func, args, kwargs, result)),
-                filling=filling_step(step, args, kwargs, result) if fills else None,
+                step=replace(step, func=direct(step.func)),
+                filling=filling_step(step) if fills else None,
                 shape=_shape(result),
                 allocates=step.call is None and bool(fresh),
             )
@@ -109,18 +94,10 @@ class PreparedSteps:
                 if last[slot] == index:
                     tensors.pop(slot, None)
 
-    def _note(self, slot: int, tensor: torch.Tensor) -> None:
-        """Keep a result's form, and the result itself where it is the same in every replay."""
-        recording, storage = self.recording, self.recording.storage_of[slot]
-        self.forms[slot] = TensorForm(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
-        if storage in self.constants.storages:
-            self.fixed[slot] = tensor
-        elif (
-            not tensor.numel()
-            and recording.program.storages[storage].role == "intermediate"
-            and slot not in recording.outputs
-        ):
-            # Nothing orders its readers after the call that makes the rest of its memory.
+    def _fix_if_empty(self, slot: int, tensor: torch.Tensor) -> None:
+        """Make an empty result here: nothing orders its readers after the call that makes the rest of its memory."""
+        home = self.recording.program.storages[self.recording.storage_of[slot]]
+        if not tensor.numel() and home.role == "intermediate" and slot not in self.recording.outputs:
             self.fixed[slot] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
 
     def _fix_buffers(self) -> None:
@@ -131,10 +108,10 @@ class PreparedSteps:
             for slot in one.step.outputs:
                 offset = self.memory.offsets[self.recording.storage_of[slot]] if slot >= 0 else -1
                 if offset >= 0 and slot not in self.fixed:
-                    form = self.forms[slot]
-                    start = offset // form.dtype.itemsize + form.offset
-                    made = torch.empty(0, dtype=form.dtype)
-                    self.fixed[slot] = made.set_(self.arena, start, form.sizes, form.strides)
+                    ref = self.recording.refs[slot]
+                    start = (offset + ref.offset) // ref.itemsize
+                    made = torch.empty(0, dtype=getattr(torch, ref.dtype))
+                    self.fixed[slot] = made.set_(self.arena, start, ref.sizes, ref.strides)
 
     def _fix_views(self) -> None:
         """Make every view of fixed tensors."""

@@ -120,7 +120,7 @@ def _used_on_gpu_nbytes() -> int:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("settled")
 def test_a_thousand_rounds_on_a_gpu_leave_nothing_behind() -> None:
-    from nimble_core.runtime.cuda import streams as cuda_streams
+    from nimble_core.runtime.cuda import capturing
 
     def held() -> dict[str, int]:
         gc.collect()
@@ -129,7 +129,7 @@ def test_a_thousand_rounds_on_a_gpu_leave_nothing_behind() -> None:
         return {
             "allocated": torch.cuda.memory_allocated(),
             "reserved": torch.cuda.memory_reserved(),
-            "streams": sum(len(pool) for pool in cuda_streams._STREAMS.values()),
+            "streams": sum(len(pool) for pool in capturing._STREAMS.values()),
             "tensors": _tensors(),
             "threads": _workers(),
             "descriptors": _descriptors(),

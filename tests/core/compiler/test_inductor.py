@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -40,8 +40,6 @@ def graph(recording: Recording) -> fx.GraphModule:
     return lift(recording)
 
 
-# -- how code is written ----------------------------------------------------------------------------------------------
-
 LINES = ["xoffset = tl.program_id(0) * XBLOCK", "tmp0 = tl.load(in_ptr0 + (x0), xmask)", "tmp1 = tmp0 + 1.0"]
 
 
@@ -59,6 +57,9 @@ def test_kernels_wait_before_all_else_and_trigger_last(lines: list[str]) -> None
         TritonKernel._filter_pdl(kernel, code)
         assert TritonKernel._handle_pdl_before_access(kernel, code, "in_ptr0") is None
         assert TritonKernel.triton_meta_common()["launch_pdl"] is False
+        plain = SimpleNamespace(_lines=list(LINES))
+        TritonKernel._filter_pdl(SimpleNamespace(_enable_pdl_codegen=lambda: False), plain)
+        assert plain._lines == LINES
     assert dict(vars(TritonKernel)) == before
     assert code._lines[0] == wait
     assert wait not in "".join(code._lines[1:])
@@ -68,18 +69,6 @@ def test_kernels_wait_before_all_else_and_trigger_last(lines: list[str]) -> None
     assert waits_first(
         "\n".join(["def triton_(in_ptr0, xnumel, XBLOCK : tl.constexpr):", "    xnumel = 8", *code._lines])
     )
-
-
-def test_code_that_waits_for_nothing_stays_as_it_is() -> None:
-    from torch._inductor.codegen.triton import TritonKernel
-
-    code = SimpleNamespace(_lines=list(LINES))
-    with _kernels_that_wait():
-        TritonKernel._filter_pdl(SimpleNamespace(_enable_pdl_codegen=lambda: False), code)
-    assert code._lines == LINES
-
-
-# -- compiling --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -108,37 +97,6 @@ def test_no_buffer_is_used_twice(compiled: Any) -> None:
     text = Path(str(module.__file__)).read_text(encoding="utf-8")
     assert "# reuse" not in text
     assert "in_out_ptr" not in text
-
-
-def test_every_kernel_says_what_it_stands_for(compiled: Any) -> None:
-    from torch._inductor.codecache import PyCodeCache
-
-    found, module, run, x = compiled
-    told: list[tuple[str, tuple[int, ...]]] = []
-    provenance = provenance_in_code(module, found.recording.program)
-    file = str(PyCodeCache.modules[-1].__file__)
-
-    def watch(frame: FrameType, event: str, arg: Any) -> Any:
-        if event == "c_call" and frame.f_code.co_filename == file:
-            lines = Path(file).read_text(encoding="utf-8").splitlines()
-            line = lines[frame.f_lineno - 1].strip()
-            if line.startswith(("cpp_", "extern_kernels.")):
-                origins, calls = provenance(line.split("(")[0], frame)
-                assert {origin.operator for origin in origins} <= {
-                    origin.operator for call in found.recording.program.calls for origin in call.origins
-                }
-                told.append((line.split("(")[0], calls))
-
-    sys.setprofile(watch)
-    try:
-        with torch.no_grad():
-            run(x)
-    finally:
-        sys.setprofile(None)
-    kernels = {name for name, _ in told}
-    assert any(name.startswith("cpp_") for name in kernels), told
-    assert all(calls for _, calls in told), told
-    assert {call for _, calls in told for call in calls} == set(range(len(found.recording.program.calls)))
 
 
 def test_what_was_compiled_before_comes_from_disk_under_its_own_names(compiled: Any) -> None:
@@ -176,23 +134,6 @@ def test_inductor_itself_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> N
     assert (config.allow_buffer_reuse, config.comment_origin) == before
 
 
-@pytest.mark.parametrize("thorough", [False, True])
-def test_what_inductor_is_asked(thorough: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
-
-    def compile_(module: Any, inputs: Any, *, options: dict[str, Any]) -> Any:
-        asked.update(options)
-        assert not torch.is_grad_enabled()
-        return module
-
-    monkeypatch.setattr(torch._inductor, "compile", compile_)
-    compile_graph(fx.symbolic_trace(torch.nn.Identity()), [torch.ones(1)], thorough=thorough)
-    assert asked["allow_buffer_reuse"] is False
-    assert asked["inplace_buffers"] is False
-    assert asked["triton.cudagraphs"] is False
-    assert asked.get("max_autotune", False) is thorough
-
-
 @pytest.mark.parametrize(
     "error", [RuntimeError("\n  \nbroken here\nsecond line"), AssertionError(), KeyError("x" * 999)]
 )
@@ -208,8 +149,6 @@ def test_a_failure_says_its_first_line(error: Exception, monkeypatch: pytest.Mon
     assert len(caught.value.what) < 300
     assert caught.value.__cause__ is error
 
-
-# -- what generated code says -----------------------------------------------------------------------------------------
 
 CODE = """\
 kernel = 1

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from nimble_core import Nimble, Options
-from nimble_core.ir.measurement import Measurement, Ratio, ratio
-from tests.support.fused_models import Residual, engine, fused, made, mistaken, quick
+from nimble_core import Nimble
+from tests.support.fused_models import engine, fused, made, quick
 from tests.support.rewrite_models import strides_that_matter
 
 pytestmark = [
@@ -46,9 +41,6 @@ def exact() -> Iterator[None]:
     torch.backends.cudnn.allow_tf32 = False
     yield
     torch.backends.cudnn.allow_tf32 = before
-
-
-# -- right -----------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -139,43 +131,6 @@ def test_merged_convolutions_are_right(
             model.two.weight.mul_(1.1)  # what is joined follows
 
 
-# -- what is captured ------------------------------------------------------------------------------------------------
-
-
-class Branches(nn.Module):
-    """Residual blocks side by side."""
-
-    def __init__(self, branches: int = 4) -> None:
-        super().__init__()
-        self.branches = nn.ModuleList(Residual() for _ in range(branches))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([branch(x) for branch in self.branches], 1).mean((2, 3))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("fuse", KINDS)
-def test_emitted_as_promised(fuse: str) -> None:
-    torch.manual_seed(0)
-    model = Branches().cuda().eval()
-    x = torch.randn(2, 3, 16, 16, device="cuda")
-    net = Nimble(model, quick(fuse)).prepare(x)
-    found = engine(net)
-    assert fused(net) == fuse, found.notes
-    executable, schedule, program = found.executable, found.schedule, found.recorded.recording.program
-    assert schedule.streams > 1
-    assert executable.counts.emitted == executable.counts.planned == schedule.meg_edges - schedule.matched
-    assert executable.raw is not None
-    owner, stream = executable.raw.owner, schedule.stream
-    assert None not in owner, "every node of the graph belongs to a call"
-    assert set(owner) == set(range(len(program.calls)))
-    pairs = {(owner[tail], owner[head]) for tail, head in executable.raw.edges}
-    assert {(u, v) for u, v in pairs if stream[u] != stream[v]} == set(schedule.syncs)
-    for _ in range(5):
-        x = torch.randn(2, 3, 16, 16, device="cuda")
-        torch.testing.assert_close(net(x), model(x), rtol=1e-2, atol=1e-2)
-
-
 @pytest.mark.parametrize("fuse", ["library", "inductor"])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_choosing_kernels_leaves_the_switches_alone(fuse: str, deterministic: bool) -> None:
@@ -197,137 +152,3 @@ def test_choosing_kernels_leaves_the_switches_alone(fuse: str, deterministic: bo
         assert switches() == before
     finally:
         torch.backends.cudnn.deterministic = False
-
-
-# -- choosing --------------------------------------------------------------------------------------------------------
-
-
-def certain(new: Measurement, old: Measurement) -> Ratio:
-    """Return a ratio without doubt."""
-    found = ratio(new, old)
-    return replace(found, low=found.value, high=found.value)
-
-
-@torch.no_grad()
-def test_a_choice_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the machine's noise: what is undecided is not kept, so intervals are shrunk to their middle here."""
-    monkeypatch.setenv("NIMBLE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("nimble_core.autotune.choice.ratio", certain)
-    model, draw = made("tower", "cuda")
-    options = Options(budget_s=200.0)
-    first = Nimble(model, options).prepare(draw())
-    tried = engine(first).candidates
-    assert {one.fuse for one in tried} == {"none", "library", "inductor"}
-    assert all(one.check and one.check.passed for one in tried if one.measurement), tried
-    assert all(one.measurement or one.note for one in tried)
-    second = Nimble(model, options).prepare(draw())
-    assert len(engine(second).candidates) == 1
-    assert any("chosen by an earlier process" in note for note in engine(second).notes)
-    assert fused(second) == fused(first)
-    assert engine(second).plan is not None
-    assert engine(second).schedule.stream == engine(first).schedule.stream
-    assert engine(second).recorded.recording.program.choices == engine(first).recorded.recording.program.choices
-    x = draw()
-    torch.testing.assert_close(second(x), first(x))
-    wide = Nimble(Branches().cuda().eval(), options).prepare(torch.randn(2, 3, 16, 16, device="cuda"))
-    assert len(engine(wide).candidates) > 1, "another model has a choice of its own"
-
-
-def test_a_budget_that_is_too_small_to_compile_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NIMBLE_CACHE_DIR", str(tmp_path))
-    model, draw = made("tower", "cuda")
-    net = Nimble(model, Options(budget_s=0.5)).prepare(draw())
-    (left,) = [one for one in engine(net).candidates if one.fuse == "inductor"]
-    assert left.note.startswith("not compiled: about")
-
-
-def test_a_memory_limit_that_only_some_kernels_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NIMBLE_CACHE_DIR", str(tmp_path))
-    model, draw = made("tower", "cuda")
-    x = draw()
-    held = engine(Nimble(model, quick("none", policy="single")).prepare(x)).executable.nbytes
-    net = Nimble(model, Options(budget_s=1.0, memory_limit=2 * held)).prepare(x)
-    assert engine(net).executable.nbytes <= 2 * held
-    with torch.no_grad():
-        torch.testing.assert_close(net(x), model(x), rtol=1e-2, atol=1e-2)
-
-
-@torch.no_grad()
-@pytest.mark.usefixtures("exact")
-def test_kernels_that_compute_something_else_are_never_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NIMBLE_CACHE_DIR", str(tmp_path))
-    mistaken(monkeypatch)
-    model, draw = made("residual", "cuda")
-    net = Nimble(model, Options(budget_s=200.0)).prepare(draw())
-    assert fused(net) == "none"
-    for kind in ("library", "inductor"):
-        assert any(note.startswith(f"{kind}: left out: outputs differ") for note in engine(net).notes)
-        wrong = [one for one in engine(net).candidates if one.fuse == kind]
-        assert wrong
-        assert all(one.check and one.check.differs for one in wrong)
-    x = draw()
-    torch.testing.assert_close(net(x), model(x))
-
-
-# -- memory ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("fuse", "rounds"), [("none", 20), ("library", 20), ("inductor", 6)])
-def test_closing_frees_everything(fuse: str, rounds: int) -> None:
-    model, draw = made("tower", "cuda")
-    x = draw()
-
-    def one_round() -> None:
-        net = Nimble(model, quick(fuse)).prepare(x)
-        with torch.no_grad():
-            net(x)
-        assert fused(net) == fuse, engine(net).notes
-        net.close()
-
-    def held() -> tuple[int, int]:
-        gc.collect()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-
-    one_round()
-    one_round()
-    allocated, reserved = held()
-    for _ in range(rounds):
-        one_round()
-    now = held()
-    assert now[0] <= allocated
-    assert now[1] <= reserved
-
-
-# -- reports ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fuse", ["library", "inductor", "auto"])
-def test_a_report_with_peers(fuse: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import nimble_viz
-
-    monkeypatch.setenv("NIMBLE_CACHE_DIR", str(tmp_path / "choices"))
-    model, draw = made("tower", "cuda")
-    peers = ["compile:reduce-overhead", "cuda-graph"]
-    options = Options(fuse=fuse, budget_s=60.0 if fuse == "auto" else 1.0)
-    report = nimble_viz.compare(model, draw(), against=peers, options=options)
-    assert report.complete
-    assert [result.name for result in report.peers] == peers
-    assert all(result.check is not None and result.check.passed for result in report.peers), report.peers
-    names = {taken.name for taken in report.measurements}
-    assert {"eager", "single", report.chosen, *peers} <= names
-    assert report.chosen in {plan.policy for plan in report.schedules}
-    assert all(check.passed for check in report.checks), report.checks
-    if fuse != "auto":
-        assert report.program.fuse == fuse, report.warnings
-    assert (report.eager is None) == (report.program.fuse == "none")
-    for one in report.schedules:
-        assert one.counts.emitted == one.counts.planned
-    kept = nimble_viz.load(report.save(tmp_path / "peers.nimble"))
-    assert kept == report
-    net = Nimble(model).prepare(draw(), plan=kept.plan)
-    assert fused(net) == report.program.fuse
-    x = draw()
-    with torch.no_grad():
-        torch.testing.assert_close(net(x), model(x), rtol=1e-2, atol=1e-2)

@@ -41,9 +41,6 @@ def fail(*args: Any, **kwargs: Any) -> Any:
     raise ZeroDivisionError("not today\nnor tomorrow")
 
 
-# -- what cannot be made -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("tune", ["off", "fast"])
 @pytest.mark.parametrize("policy", ["auto", "nimble", "single"])
 def test_an_operator_that_a_compiler_does_not_know(policy: str, tune: Any) -> None:
@@ -104,16 +101,6 @@ def test_a_kernel_that_does_not_compile_is_left_out(
         torch.testing.assert_close(net(x), model(x))
 
 
-def test_an_interruption_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(*args: Any, **kwargs: Any) -> Any:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(pipeline, "share_equal", stop)
-    model, draw = made("tower")
-    with pytest.raises(KeyboardInterrupt):
-        Nimble(model, quick("library")).prepare(draw())
-
-
 def test_a_launch_that_was_not_seen_is_an_error() -> None:
     class Blind(FakeDevice):
         def record(self, *args: Any, **kwargs: Any) -> Any:
@@ -126,9 +113,6 @@ def test_a_launch_that_was_not_seen_is_an_error() -> None:
     with pytest.raises(CaptureError, match="2 launches of the library kernels belong to no call") as caught:
         pipeline.fuse(device, recorded, "library", step=Stopwatch())
     assert "after call 3" in str(caught.value)
-
-
-# -- what is not right -------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -149,14 +133,6 @@ def test_kernels_that_compute_something_else_are_left_out(
     assert engine(net).schedule.policy == "nimble"
     x = draw()
     torch.testing.assert_close(net(x), model(x))
-
-
-def test_kernels_of_which_nothing_can_be_shown_are_left_out() -> None:
-    def model(x: torch.Tensor) -> torch.Tensor:
-        return torch.ones_like(x) + (x * 1e-9).tanh()
-
-    net = Nimble(model, quick("library")).prepare(torch.randn(8))
-    assert "void" in left_out(net, "library")
 
 
 @pytest.mark.parametrize("tune", ["off", "fast"])
@@ -187,34 +163,19 @@ def test_kernels_that_cannot_be_captured_or_replayed_are_left_out(
         Nimble(model, quick("none")).prepare(draw())
 
 
-# -- reports -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("fuse", FUSED)
 def test_a_report_of_fused_kernels(fuse: Any, tmp_path: Path) -> None:
     model, draw = made("tower")
     options = Options(fuse=fuse, policy="nimble", budget_s=0.2)
     report = compare(model, draw(), options=options, progress=Progress())
     assert report.program.fuse == fuse
-    assert report.chosen in {f"{fuse}, single", f"{fuse}, nimble"}, "whichever was faster"
     assert report.eager is not None
     assert {index for call in report.program.calls for index in call.eager} == set(range(len(report.eager.calls)))
-    names = {"single", f"{fuse}, single", f"{fuse}, nimble"}
-    assert {one.name for one in report.candidates} == names
-    assert {taken.name for taken in report.measurements} == names | {"eager"}
+    assert {one.name for one in report.candidates} == {"single", f"{fuse}, single", f"{fuse}, nimble"}
     for one in report.candidates:
-        assert one.fuse == ("none" if one.name == "single" else fuse)
-        assert (one.fuse_s > 0) == (one.fuse != "none")
-        assert one.capture_s > 0
         assert one.check is not None
         assert one.check.passed
         assert one.check.reference == ("eager" if one.fuse == "none" else "float64")
-        assert not one.note
-    assert [one.name for one in report.candidates if one.chosen] == [report.chosen]
-    assert {plan.policy for plan in report.schedules} == names - {"single"}
-    assert all(len(plan.stream) == len(report.program.calls) for plan in report.schedules)
-    assert {line.run for line in report.timelines} == {"eager", *names} - {"single"}
-    assert len(report.costs.ns) == len(report.program.calls)
     kept = load(report.save(tmp_path / "fused.nimble"))
     assert kept == report
     assert fuse in plain_text(kept)
@@ -223,28 +184,3 @@ def test_a_report_of_fused_kernels(fuse: Any, tmp_path: Path) -> None:
     x = draw()
     with torch.no_grad():
         torch.testing.assert_close(again(x), model(x))
-
-
-def test_a_report_where_the_kernels_could_not_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._inductor, "compile", fail)
-    model, draw = made("attention")
-    report = compare(model, draw(), options=Options(fuse="inductor", budget_s=0.1), progress=Progress())
-    assert (report.program.fuse, report.eager) == ("none", None)
-    (left,) = [one for one in report.candidates if one.fuse == "inductor"]
-    assert (left.name, left.measurement, left.chosen) == ("inductor", None, False)
-    assert "ZeroDivisionError: not today" in left.note
-    assert any(warning == f"inductor: {left.note}" for warning in report.warnings)
-    assert report.chosen in {plan.policy for plan in report.schedules}
-    assert len(report.schedules) == 2, "eager's own kernels are planned as without the option"
-    assert plain_text(report)
-
-
-def test_a_report_where_the_kernels_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    mistaken(monkeypatch)
-    model, draw = made("residual")
-    report = compare(model, draw(), options=Options(fuse="library", budget_s=0.1), progress=Progress())
-    assert (report.program.fuse, report.eager) == ("none", None)
-    assert [one.fuse for one in report.candidates if one.chosen] == ["none"]
-    assert all(check.passed for check in report.checks)
-    assert len({check.name for check in report.checks}) == len(report.checks)
-    assert any("library: left out: outputs differ" in warning for warning in report.warnings)

@@ -68,8 +68,6 @@ def test_a_triton_kernel_is_a_call_with_its_reads_and_writes(name: str, read: in
 def reaching_elsewhere(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     """Make a model whose Triton kernel writes memory that none of its tensor arguments has."""
     pytest.importorskip("triton")
-    from torch.library import triton_op, wrap_triton
-
     from tests.support import triton_kernels_for_tests as kernels
 
     kept = torch.zeros(64, device="cuda")
@@ -89,19 +87,10 @@ def reaching_elsewhere(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
         kernels.double_of_pair[(1,)]((y, out), y.numel(), BLOCK=64)
         return out
 
-    if not hasattr(torch.ops.nimble_triton_tests, "doubled_to"):
-
-        @triton_op("nimble_triton_tests::doubled_to", mutates_args={})
-        def doubled_to(y: torch.Tensor) -> torch.Tensor:
-            out = torch.empty_like(y)
-            wrap_triton(kernels.double_to)[(1,)](y, out.data_ptr(), y.numel(), BLOCK=64)
-            return out
-
     run: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "double_to": double_to,
         "double_through": double_through,
         "double_of_pair": double_of_pair,
-        "doubled_to": torch.ops.nimble_triton_tests.doubled_to,
     }
 
     def model(x: torch.Tensor) -> torch.Tensor:
@@ -129,17 +118,6 @@ def test_a_triton_kernel_that_may_reach_other_memory_is_noticed_and_never_raced(
         assert torch.equal(net(y), model(y))
     with pytest.raises(CaptureError, match=f"{name} in the model at "):
         Nimble(model, Options(fuse=fuse, strict=True)).prepare(x)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("fuse", [*KINDS, "auto"])
-def test_what_an_operator_gives_its_kernels_is_its_own_affair(fuse: str) -> None:
-    model = reaching_elsewhere("doubled_to")
-    net = Nimble(model, Options(fuse=fuse, policy="nimble", budget_s=1.0)).prepare(torch.randn(64, device="cuda"))
-    assert not any("captured as a whole" in note for note in engine(net).notes)
-    for _ in range(200):
-        y = torch.randn(64, device="cuda")
-        torch.testing.assert_close(net(y), model(y))
 
 
 @torch.no_grad()
@@ -235,34 +213,6 @@ def test_a_copy_from_the_host_in_what_is_captured_as_a_whole_is_refused_in_words
     with pytest.raises(CaptureError, match=r"the model cannot be captured: .* during CUDA graph capture"):
         Nimble(model, Options(fuse="none")).prepare(x)
     assert model(x).isfinite().all()
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("fuse", KINDS)
-def test_such_a_launcher_inside_an_operator_with_a_schema_is_a_call(fuse: str) -> None:
-    kernel = launched_by_the_driver()
-    if not hasattr(torch.ops.nimble_driver_tests, "doubled"):
-
-        @torch.library.custom_op("nimble_driver_tests::doubled", mutates_args=("out",))
-        def doubled(x: torch.Tensor, out: torch.Tensor) -> None:
-            kernel(grid=(1, 1, 1), block=(64, 1, 1), args=[x, out, x.numel()])
-
-        doubled.register_fake(lambda x, out: None)
-
-    def model(x: torch.Tensor) -> torch.Tensor:
-        y, z = x + 1, x * 5
-        out = torch.empty_like(y)
-        torch.ops.nimble_driver_tests.doubled(y, out)
-        return (out - 1) * z
-
-    net = Nimble(model, quick(fuse, strict=True)).prepare(torch.randn(64, device="cuda"))
-    assert fused(net) == fuse, engine(net).notes
-    program = engine(net).recorded.recording.program
-    (call,) = [call for call in program.calls if call.operator.startswith("nimble_driver_tests.doubled")]
-    assert len({ref.storage for ref in call.writes}) == 1
-    for _ in range(5):
-        y = torch.randn(64, device="cuda")
-        assert torch.equal(net(y), model(y))
 
 
 @torch.no_grad()

@@ -154,7 +154,7 @@ def test_the_allocator_serves_every_request_from_a_block_that_can_hold_it(asks: 
     blocks = layout.blocks[0]
     assert layout.chains in ((), (tuple(range(CALLS)),))
     assert sum(block.home == "staggered" for block in blocks) == len(layout.chains)
-    # The pool as ``runtime.cuda.allocator`` fills it. Small blocks are handed out by address, ascending.
+    # The pool as ``runtime.cuda.memory`` fills it. Small blocks are handed out by address, ascending.
     claim, pool = 0, []
     for block in blocks:
         small = block.nbytes <= SMALL_NBYTES

@@ -30,10 +30,9 @@ from tests.support.rewrite_models import (
     lifted,
     recorded,
     results_are_padded,
-    strides_that_matter,
     unchanged_by,
 )
-from tests.support.training_steps import both, train_both
+from tests.support.training_steps import both
 
 aten = torch.ops.aten
 CONV = nn.Conv2d(3, 4, 3)
@@ -92,15 +91,6 @@ def test_convolutions_read_and_write_channels_last(layout: torch.memory_format, 
     assert all(one.is_contiguous(memory_format=torch.channels_last) for one in seen)
 
 
-def test_inputs_and_weights_are_converted_once() -> None:
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return CONV(x) + CONV(x.relu()) + nn.functional.conv2d(x, CONV.weight * 2)
-
-    _, module = lifted(forward, IMAGES)
-    assert to_channels_last(module) == 3
-    assert len(clones(module)) == 3
-
-
 def strided_by_hand(x: torch.Tensor) -> Any:
     return CONV(x).as_strided((2, 3), (4, 2))
 
@@ -134,15 +124,6 @@ def test_graphs_that_depend_on_the_layout_stay(forward: Callable[..., Any]) -> N
     assert to_channels_last(module) == 0
 
 
-@pytest.mark.parametrize("model", [nn.Linear(4, 4), nn.Conv1d(3, 4, 3), nn.Conv3d(3, 4, 3), nn.ReLU()])
-def test_without_convolutions_of_images_nothing_changes(model: nn.Module) -> None:
-    shape = {nn.Conv1d: (2, 3, 8), nn.Conv3d: (1, 3, 5, 5, 5)}.get(type(model), (2, 4))
-    _, module = lifted(model.eval(), torch.randn(*shape))
-    before = str(module.graph)
-    assert to_channels_last(module) == 0
-    assert str(module.graph) == before
-
-
 class Shrinks(nn.Module):
     """The last convolution sees a single pixel, which is in every layout at once."""
 
@@ -152,12 +133,6 @@ class Shrinks(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(torch.relu(self.first(x))).flatten(1)
-
-
-def test_weights_that_read_single_pixels_stay_as_they_are() -> None:
-    _, module = lifted(Shrinks(), torch.randn(2, 3, 2, 2))
-    assert to_channels_last(module) == 2
-    assert clones(module) == [(8, 3, 3, 3), (2, 3, 2, 2)]
 
 
 class Changing(nn.Module):
@@ -179,23 +154,6 @@ class Changing(nn.Module):
 def test_weights_that_change_in_between_are_not_converted(through: Callable[..., torch.Tensor]) -> None:
     module = unchanged_by(to_channels_last, recorded(Changing(through), IMAGES), 1e-5)
     assert clones(module) == [(4, 3, 3, 3), (2, 3, 6, 6)], "the weight that stays, and the image"
-
-
-@pytest.mark.parametrize("free", [0, 1, 2])
-def test_results_that_are_copied_out_may_have_any_strides(free: int) -> None:
-    def twice(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        found = CONV(x)
-        return found, found
-
-    for forward in (lambda x: (CONV(x), CONV(x).relu()), twice):
-        one, module = lifted(forward, IMAGES)
-        to_channels_last(module)
-        keep_strides(module, exactly=True, free=free)
-        module.recompile()
-        turned = [result.is_contiguous(memory_format=torch.channels_last) for result in module(IMAGES)]
-        same_result = forward is twice
-        assert turned == ([free == 2] * 2 if same_result else [at < free for at in range(2)])
-        assert strides_that_matter(module(IMAGES)[free:]) == strides_that_matter(one.model(IMAGES)[free:])
 
 
 # -- training steps --------------------------------------------------------------------------------------------------
@@ -245,15 +203,6 @@ def test_a_training_step_learns_the_same_channels_last(name: str) -> None:
     step.close()
 
 
-def test_a_step_that_is_channels_last_already_converts_nothing() -> None:
-    _, step, _ = both("channels_last")
-    assert step.engine is not None
-    module = lift(step.engine.recorded.recording)
-    assert to_channels_last(module) > 0
-    assert not clones(module)
-    step.close()
-
-
 class Flattened(nn.Module):
     """Writes in place what is a view of pooled images, as classifiers with in-place dropout do."""
 
@@ -289,18 +238,6 @@ def test_single_pixels_train_in_either_layout_on_a_gpu(kind: Any, size: int) -> 
     step = stepped(Shrinks().cuda(), torch.randn(2, 3, size, size, device="cuda"))
     rec = step.engine.recorded  # type: ignore[union-attr]
     assert_right(rec, turned(rec, device, kind), device)
-    step.close()
-
-
-@pytest.mark.slow
-def test_results_that_a_compiler_padded_are_laid_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    results_are_padded(monkeypatch)
-    given, step, eager = both("mlp", options=Options(fuse="inductor", policy="single"))
-    assert step.engine is not None
-    program = step.engine.recorded.recording.program
-    assert program.fuse == "inductor", step.engine.notes
-    assert any("constant_pad" in call.operator for call in program.calls)
-    train_both(given, step, eager, rtol=1e-5)
     step.close()
 
 

@@ -130,11 +130,3 @@ def test_the_layout_of_float32_is_the_one_that_takes_less_time(contiguous_wins: 
     assert [choice.kernel for choice in decisions.made] == ["contiguous"] * contiguous_wins
     again = Decisions(None, frozenset(decisions.made))
     assert contiguous_is_faster(module, HOST, again, compiled=False) == contiguous_wins
-
-
-def test_half_precision_is_channels_last_without_asking() -> None:
-    def never(calls: Any) -> list[float | None]:
-        raise AssertionError("timed")
-
-    _, module = lifted(nn.Conv2d(4, 4, 3).half().eval(), torch.randn(1, 4, 8, 8).half())
-    assert not contiguous_is_faster(module, HOST, Decisions(never), compiled=False)

@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from nimble_core.compiler.passes.conv_forms import Site, forms_of, padded_channels
+from nimble_core.compiler.passes.conv_forms import Site, forms_of
 
 RUNS_ANYWHERE = {"separate", "matrix product", "padded channels", "im2col"}
 """Of the forms for CUDA, those made of operators that the host has too."""
@@ -201,32 +201,3 @@ def test_a_relu_leaves_nan_where_eager_does_on_a_gpu(site: Site, dtype: str) -> 
     eager = found["separate"]
     assert eager == 0 or (dtype == "bfloat16" and site.sizes[1][1] == 1)
     assert all(count <= eager for count in found.values()), found
-
-
-@settings(max_examples=60)
-@given(st.sampled_from(["float32", "float16", "float64"]).flatmap(sites))
-def test_forms_exist_where_they_apply(site: Site) -> None:
-    cpu, cuda = forms_of(site, "cpu"), forms_of(site, "cuda")
-    single = site.dtype == "float32"
-    pixels = site.channels_last or site.sizes[0][2:] == (1, 1)
-    assert ("onednn fused" in cpu) == (single and (site.relu or site.add))
-    assert ("matrix product" in cpu) == (site.pointwise and pixels)
-    assert ("cudnn fused" in cuda) == (site.relu and site.bias and site.dtype != "float64")
-    assert ("depthwise native" in cuda) == site.depthwise
-    assert ("cudnn timed" in cuda) == (site.dtype == "float16" and not site.pointwise)
-    assert "onednn fused" not in cuda
-    assert single or "im2col" not in cuda
-    assert site.dtype != "float64" or "padded channels" not in cuda
-
-
-@given(st.integers(1, 9), st.integers(1, 9), st.sampled_from([torch.float16, torch.bfloat16, torch.float32]))
-def test_padding_adds_zeros_only(features: int, channels: int, dtype: torch.dtype) -> None:
-    weight = torch.randn(features, channels, 3, 3).to(dtype)
-    made, multiple = padded_channels(weight), 4 if dtype == torch.float32 else 8
-    assert all(
-        wide % multiple == 0 and 0 <= wide - size < multiple
-        for wide, size in zip(made.shape, weight.shape[:2], strict=False)
-    )
-    assert torch.equal(made[:features, :channels], weight)
-    assert not made[features:].any()
-    assert not made[:, channels:].any()

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import fx, nn
+from torch import fx
 
-from nimble_core import Nimble, Options, TrainStep
 from nimble_core.compiler import pipeline
-from nimble_core.compiler.inductor import compile_graph
 from nimble_core.compiler.passes import pad_matmul
-from nimble_core.compiler.passes.channels_last import keep_strides
 from nimble_core.compiler.passes.decisions import Decisions
 from nimble_core.compiler.passes.pad_matmul import pad_products
 from nimble_core.compiler.rerecord import tracked
@@ -25,7 +19,7 @@ from nimble_core.compiler.to_fx import lift
 from nimble_core.runtime.host.device import HostDevice
 from nimble_core.tracing.recording import Issuer
 from nimble_core.tracing.rewritten import Rewritten
-from tests.support.rewrite_models import HOST, fake_timer, recorded, targets, unchanged_by
+from tests.support.rewrite_models import HOST, fake_timer, recorded, unchanged_by
 
 _aten = torch.ops.aten
 WEIGHT = torch.randn(7, 4, dtype=torch.float64)
@@ -40,19 +34,6 @@ def _every_product_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pad(module: fx.GraphModule, *, compiled: bool = True, constant: bool = False) -> int:
     return pad_products(module, HOST, Decisions(fake_timer([1.0])), compiled=compiled, constant=constant)
-
-
-def training(*tensors: torch.Tensor) -> Callable[..., Any]:
-    """Forward, loss and backward of a layer without bias, and the new weight, as a step does them."""
-    weight = tensors[0]
-
-    def step(x: torch.Tensor, labels: torch.Tensor) -> Any:
-        logits = x @ weight.t()
-        made = logits.softmax(1) - labels
-        down, up = made @ weight, made.t() @ x
-        return (logits * labels).sum(), down, up, made.sum(0)
-
-    return step
 
 
 @settings(max_examples=40)
@@ -74,19 +55,6 @@ def test_a_product_of_any_size(
     unchanged_by(lambda module: count.append(pad(module, compiled=compiled)), recorded(forward, a), 1e-5)
     multiple = 16 // dtype.itemsize
     assert count == [int(any(size % multiple for size in (rows, terms, columns)))]
-
-
-def test_a_gradient_is_padded_once_and_its_other_readers_look_at_a_part() -> None:
-    weight = torch.randn(7, 4, dtype=torch.float64)
-    x, labels = torch.randn(6, 4, dtype=torch.float64), torch.rand(6, 7, dtype=torch.float64)
-    module = unchanged_by(pad, recorded(training(weight), x, labels))
-    padded = [node for node in module.graph.nodes if node.target is _aten.constant_pad_nd.default]
-    assert sorted(node.args[0].op for node in padded) == ["call_function", "get_attr", "get_attr"]
-    (made,) = [node for node in padded if node.args[0].op == "call_function"]
-    assert list(made.args[0].users) == [made]
-    products = [node for node in module.graph.nodes if node.target is _aten.mm.default]
-    assert len(products) == 3
-    assert sum(made in {one, *one.all_input_nodes} for node in products for one in node.all_input_nodes) == 2
 
 
 def test_a_weight_is_read_when_its_product_is() -> None:
@@ -113,63 +81,6 @@ def test_a_gradient_that_is_written_in_place_stays_row_after_row(rows: int, colu
     one = recorded(step, torch.randn(16, rows, dtype=torch.float64))
     unchanged_by(lambda module: counted.append(pad(module)), one)
     assert counted == [count]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fuse", ["library", "inductor"])
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_language_model_trains_as_in_eager(fuse: Any, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    rewritten, counts = pipeline._rewritten, []
-
-    def padded(device: Any, one: Any, decisions: Decisions, *, compiled: bool) -> fx.GraphModule:
-        module = rewritten(device, one, decisions, compiled=compiled)
-        counts.append(pad(module, compiled=compiled))
-        return module
-
-    monkeypatch.setattr(pipeline, "_rewritten", padded)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 203, bias=bias)).train()
-    eager = copy.deepcopy(model)
-    x, labels = torch.randn(16, 32), torch.randint(203, (16,))
-    mine, theirs = (torch.optim.AdamW(one.parameters(), lr=0.01, fused=True) for one in (model, eager))
-    options = Options(fuse=fuse, policy="nimble")
-    step = TrainStep(model, F.cross_entropy, mine, options=options).prepare(x, labels)
-    for _ in range(5):
-        theirs.zero_grad()
-        loss = F.cross_entropy(eager(x), labels)
-        loss.backward()
-        theirs.step()
-        assert torch.allclose(step(x, labels), loss.detach(), rtol=1e-4)
-    step.close()
-    net = Nimble(model, options).prepare(x, training=True)
-    assert {engine.recorded.recording.program.fuse for engine in net.engines} == {fuse}
-    eager.load_state_dict(model.state_dict())
-    for one in (net, eager):
-        one.zero_grad()
-        F.cross_entropy(one(x), labels).backward()
-    for ours, expected in zip(model.parameters(), eager.parameters(), strict=True):
-        assert torch.allclose(ours.grad, expected.grad, atol=1e-5)
-        assert ours.grad.stride() == expected.grad.stride()
-    net.close()
-    assert counts == [2 if bias else 3, 0 if bias else 1, 2], "products of the step, of a forward, of its backward"
-
-
-def test_outputs_keep_their_strides() -> None:
-    weight = torch.randn(7, 4)
-    one = recorded(lambda x: (F.linear(x.sin(), weight), x.t() @ x), torch.randn(3, 7 * 4).view(3 * 7, 4))
-    module = unchanged_by(lambda module: (pad(module, constant=True), keep_strides(module)), one, 1e-5, strides=True)
-    assert "aten.constant_pad_nd.default" in targets(module)
-
-
-@pytest.mark.parametrize(
-    "forward",
-    [
-        lambda x: (x.sin() @ WEIGHT, torch.as_strided(x.sin(), (6,), (8,))),  # takes a window by strides
-        lambda x: F.linear(x, WEIGHT.t(), WEIGHT[0]),  # has a bias
-    ],
-)
-def test_what_is_not_padded(forward: Callable[..., Any]) -> None:
-    assert pad(lift(recorded(forward, torch.randn(8, 7).double()).recording)) == 0
 
 
 @torch.library.custom_op("nimble_padding::rows", mutates_args=())
@@ -205,25 +116,6 @@ def test_nothing_is_padded_without_a_measurement_or_where_it_does_not_pay(monkey
     assert found == [0, 1, 0]
     monkeypatch.setattr(pad_matmul, "_LEAST_WORK", 1 << 30)
     assert pad(lift(one.recording)) == 0
-
-
-@pytest.mark.parametrize(("compiled", "constant", "copies"), [(True, True, 0), (True, False, 1), (False, False, 2)])
-def test_what_is_computed_anyway_and_what_is_constant_costs_no_copy(
-    compiled: bool, constant: bool, copies: int
-) -> None:
-    weight = torch.randn(7, 5)
-    one = recorded(lambda x: x.sin() @ weight, torch.randn(6, 7))
-    asked: list[int] = []
-
-    def timer(calls: Any) -> list[float | None]:
-        asked.append(len(calls))
-        return [1.0] * len(calls)
-
-    pad_products(lift(one.recording), HOST, Decisions(timer), compiled=compiled, constant=constant)
-    assert asked == [2 + copies]
-
-
-# -- inputs that are copied anyway -------------------------------------------------------------------------------------
 
 
 def backward(gradient: torch.Tensor, x: torch.Tensor) -> Any:
@@ -283,31 +175,6 @@ def test_kernels_that_do_not_look_at_strides_get_what_they_got(view: bool) -> No
     one = recorded(forward, torch.randn(*((6, 7) if view else (2, 3, 7)), dtype=torch.float64))
     unchanged_by(lambda module: counted.append(pad(module)), one)
     assert counted == [1]
-
-
-@pytest.mark.parametrize(("each_ns", "count"), [(0.4, 2), (0.6, 0)])
-def test_a_weight_is_padded_for_each_product_that_reads_it(
-    each_ns: float, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pad_matmul, "_WORTH", 1.0)
-    weight = torch.randn(7, 4)
-    one = recorded(lambda x: (x.sin() @ weight.t(), x.cos() @ weight.t()), torch.randn(6, 4))
-    decisions = Decisions(lambda calls: [1.5, 1.0, each_ns])  # two products, two of padded ones, two paddings
-    assert pad_products(lift(one.recording), HOST, decisions, compiled=True, constant=False) == count
-
-
-@pytest.mark.parametrize("rows", [3, 6])
-def test_compiled_kernels_read_a_padded_gradient(rows: int) -> None:
-    gradient, x = torch.randn(rows // 3, 3, 7, dtype=torch.float64), torch.randn(rows, 4).double()
-    one = recorded(backward, gradient, x)
-    module = lift(one.recording)
-    widen(module)
-    module.recompile()
-    inputs = pipeline._widened(one.signature, module).tensors
-    with torch.no_grad():
-        found = compile_graph(module, inputs)(*inputs)
-    for mine, wanted in zip(found, backward(gradient, x), strict=True):
-        torch.testing.assert_close(mine, wanted)
 
 
 @pytest.mark.parametrize(

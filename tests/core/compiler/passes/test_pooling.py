@@ -57,16 +57,6 @@ def test_used_places_forbid_it() -> None:
     assert turned(module) == 0
 
 
-def test_only_where_it_is_faster() -> None:
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return F.max_pool2d(x, 2).sum() + F.avg_pool2d(x, 2)
-
-    one = recorded(forward, torch.randn(2, 3, 6, 6))
-    for timer, count in ((TURNED, 2), (AS_IS, 0), (fake_timer([1.0, None]), 0), (fake_timer([None, 1.0]), 0)):
-        assert choose_pools(lift(one.recording), HOST, Decisions(timer)) == count  # type: ignore[arg-type]
-    assert choose_pools(lift(one.recording), HOST, Decisions()) == 0
-
-
 def test_equal_pools_are_timed_once_and_chosen_again_alike() -> None:
     asked = []
 

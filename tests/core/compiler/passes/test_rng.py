@@ -93,25 +93,6 @@ def test_all_draws_stay_where_one_of_them_has_to(late: str) -> None:
     assert str(module.graph) == before
 
 
-@pytest.mark.parametrize("name", ["filled", "from nothing", "noise", "dropout"])
-def test_a_model_may_begin_with_a_draw(name: str) -> None:
-    x = torch.randn(4, 6)
-    draws, rest = draws_apart(lifted(DRAWS[name], x)[1], CPU)
-    assert draws is not None
-    torch.manual_seed(5)
-    expected = DRAWS[name](x)
-    torch.manual_seed(5)
-    torch.testing.assert_close(rest(*draws(x))[0], expected)
-
-
-def test_memory_that_is_filled_is_not_pinned() -> None:
-    """Dropout on the host fills memory of its own, then scales it: nothing else sees either."""
-    targets = [node.target for node in lifted(Chain("dropout"), torch.randn(4, 6))[1].graph.nodes]
-    assert aten.bernoulli_.float in targets
-    assert aten.div.Scalar in targets
-    assert aten.div_.Scalar not in targets
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", DRAWS)
 def test_compiled_kernels_draw_what_eager_draws(name: str, device: str) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import networkx
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
@@ -18,18 +16,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from nimble_core.compiler.passes.cse import share_equal
 from nimble_core.compiler.passes.split_backward import split_backward
-from nimble_core.compiler.rerecord import tracked
-from nimble_core.compiler.to_fx import CALL_PREFIX, calls_of, drop_unused, lift, movable, pinned, reference_of
-from nimble_core.ir.call_graph import build_graph
+from nimble_core.compiler.to_fx import calls_of, drop_unused, lift, reference_of
 from nimble_core.ir.program import TensorRef
-from nimble_core.runtime.host.device import HostDevice
-from nimble_core.tracing.rewritten import Rewritten
 from tests.support.rewrite_models import (
     claimed,
-    lifted,
     recorded,
     strides_that_matter,
-    targets,
     unchanged_by,
 )
 
@@ -217,25 +209,6 @@ class Backward(nn.Module):
         return [loss.detach(), *gradients]
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Linear(8, 24)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.mix(x.flatten(2)).chunk(3, -1))
-        return F.scaled_dot_product_attention(q, k, v).flatten(1)
-
-
-class Lookup(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(5, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.table((x > 0).long())  # type: ignore[no-any-return]
-
-
 def small() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
@@ -261,90 +234,12 @@ def test_a_whole_step(update: bool) -> None:
     assert [node.args[-1].index(True) for node in nodes_of(module, CONVOLUTION)] == [0, 1, 0, 1, 0, 1, 1]
 
 
-def test_memory_that_is_written_later_stays_marked() -> None:
-    _, module = lifted(Backward(small(), update=True), torch.randn(2, 3, 8, 8).double())
-    assert all(pinned(node) for node in nodes_of(module, CONVOLUTION))
-    split_backward(module)
-    items = nodes_of(module, operator.getitem)
-    for node in nodes_of(module, CONVOLUTION, LAYER_NORM):
-        of_weights = node.args[-1][0] is False
-        assert pinned(node) == of_weights
-        assert [pinned(item) for item in items if item.args[0] is node] == [of_weights] * len(node.users)
-    totals = [node for node in nodes_of(module, aten.sum.dim_IntList) if not node.name.startswith(CALL_PREFIX)]
-    assert len(totals) == 3
-    assert all(pinned(total) and not movable(total) for total in totals)
-
-
-@pytest.mark.parametrize(
-    ("model", "shape", "operators"),
-    [
-        (nn.BatchNorm2d(4), (2, 4, 3, 3), ["native_batch_norm_backward"]),
-        (nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 4)), (2, 4), []),
-        (nn.Bilinear(4, 4, 3), (2, 4), []),
-        (nn.Sequential(nn.Conv1d(4, 4, 1, bias=False), nn.GroupNorm(2, 4)), (2, 4, 3), ["native_group_norm_backward"]),
-        (nn.Sequential(nn.Linear(4, 4), nn.PReLU()), (2, 4), ["_prelu_kernel_backward"]),
-        (Lookup(), (2, 4), ["embedding_dense_backward"]),
-        (Attention(), (2, 3, 8), ["_scaled_dot_product_flash_attention_for_cpu_backward"]),
-        (nn.RMSNorm(4), (2, 4), []),  # on the host; one call on CUDA
-    ],
-)
-def test_what_is_left_whole(model: nn.Module, shape: Sequence[int], operators: list[str]) -> None:
-    if isinstance(model, nn.Bilinear):
-        model.forward = lambda x: nn.Bilinear.forward(model, x, x)  # type: ignore[method-assign]
-    one = recorded(Backward(model), torch.randn(*shape).double())
-    before = targets(lift(one.recording))
-
-    def rewrite(module: fx.GraphModule) -> None:
-        assert split_backward(module) == 0
-
-    module = unchanged_by(rewrite, one, 1e-12)
-    assert targets(module) == before
-    left = [name for name in before if name.removesuffix(".default").endswith("_backward")]
-    together = [name for name in left if name != "aten.convolution_backward.default"]
-    assert together == [f"aten.{name}.default" for name in operators]
-
-
-def test_the_layer_before_waits_for_the_inputs_gradient_alone() -> None:
-    one, module = lifted(Backward(small()), torch.randn(2, 3, 8, 8).double())
-    split_backward(module)
-    run, provenance = tracked(module, one.recording.program)
-    recording = HostDevice().record(one.model, one.signature, (), {}, Rewritten("library", run, provenance))
-    program = recording.program
-    graph = build_graph(program).to_networkx(program)
-    parts: dict[int, list[Any]] = {}
-    for call in program.calls:
-        if call.eager and one.recording.program.calls[call.eager[0]].operator == str(CONVOLUTION):
-            parts.setdefault(call.eager[0], []).append(call)
-    masks = [[dict(call.arguments).get("output_mask", "sum") for call in calls] for calls in parts.values()]
-    first, second, third = "[True, False, False]", "[False, True, False]", "sum"
-    assert masks == [[first, second, third], [first, second], [first, second, third], [second, third]]
-    for calls, kinds in zip(parts.values(), masks, strict=True):
-        for call, kind in zip(calls, kinds, strict=True):
-            assert bool(networkx.descendants(graph, call.index)) == (kind == first)
-        assert calls[0].origins == one.recording.program.calls[calls[0].eager[0]].origins
-
-
 # -- graphs that others made ------------------------------------------------------------------------------------------
 
 
 def rms_norm(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Any:
     _, scale = aten._fused_rms_norm(x, [6], weight, 1e-5)
     return aten._fused_rms_norm_backward(gradient, x, [6], scale, weight, [True, True])
-
-
-def test_rms_norms_by_shape() -> None:
-    tensors = [torch.empty(*shape, device="meta") for shape in [(3, 4, 6), (3, 4, 6), (6,)]]
-    module = traced(rms_norm, *tensors)
-    wanted = module(*tensors)
-    assert split_backward(module) == 1
-    module.graph.lint()
-    module.recompile()
-    masks = [node.args[-1] for node in nodes_of(module, aten._fused_rms_norm_backward.default)]
-    assert masks == [[True, False], [False, True]]
-    made = module(*tensors)
-    assert [one.shape for one in made] == [one.shape for one in wanted]
-    assert strides_that_matter(made) == strides_that_matter(wanted)
-    assert split_backward(module) == 0
 
 
 def layer_norm(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Any:

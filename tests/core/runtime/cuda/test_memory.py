@@ -28,11 +28,6 @@ def wide() -> Wide:
     return Wide().cuda().eval()
 
 
-def test_memory_limit(wide: Wide) -> None:
-    with pytest.raises(DeviceError, match="memory_limit"):
-        Nimble(wide, Options(memory_limit=1)).prepare(inputs(64))
-
-
 def test_closing_frees_the_memory(wide: Wide) -> None:
     def held() -> tuple[int, int]:
         torch.cuda.empty_cache()

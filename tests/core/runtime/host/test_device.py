@@ -28,15 +28,6 @@ def test_observing_sees_every_call_once() -> None:
         executable.close()
 
 
-def test_streams_are_capped_at_the_cores() -> None:
-    device = HostDevice()
-    cores = device.stream_cap(None)
-    assert cores is not None
-    assert cores >= 1
-    assert device.stream_cap(1) == 1
-    assert device.stream_cap(10_000) == cores
-
-
 def test_calls_are_timed_alone_but_not_side_by_side() -> None:
     calls: list[str] = []
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -19,8 +17,6 @@ from tests.support.host_models import (
     ConvNet,
     Prepared,
     eager,
-    interpreted,
-    programs,
     same,
 )
 
@@ -44,20 +40,6 @@ def test_replays_equal_eager_bit_for_bit_on_fresh_inputs(name: str, streams: int
     executable.close()
 
 
-@settings(max_examples=60, deadline=None)
-@given(programs(), st.data())
-def test_any_program_on_any_streams_equals_eager(steps: list[tuple[str, int, int, int]], data: st.DataObject) -> None:
-    model = interpreted(steps)
-    made = Prepared(model, torch.randn(4, 4))
-    draws = [data.draw(st.integers(0, 2)) for _ in range(made.graph.size)]
-    names = {lane: index for index, lane in enumerate(dict.fromkeys(draws))}
-    executable = made.capture(plan_streams(made.graph, [names[lane] for lane in draws], policy="drawn"))
-    for _ in range(2):
-        x = torch.randn(4, 4)
-        assert same(executable.run([x]), eager(model, [x]))
-    executable.close()
-
-
 def test_outputs_that_alias_inputs_or_parameters_are_copied_unless_static() -> None:
     model = nn.Linear(3, 3)
     made = Prepared(lambda x: (x.view(-1), model.weight, x + 1), torch.randn(2, 3))
@@ -70,28 +52,6 @@ def test_outputs_that_alias_inputs_or_parameters_are_copied_unless_static() -> N
     assert shared.data_ptr() == x.data_ptr()
     assert weight.data_ptr() == model.weight.data_ptr()
     assert other.data_ptr() != fresh.data_ptr()
-
-
-def test_outputs_can_be_used_under_autograd() -> None:
-    made = Prepared(Branches().eval(), torch.randn(3, 8))
-    weight = torch.randn(8, requires_grad=True)
-    for executable in (made.capture(), made.wide(2)):
-        (executable.run([torch.randn(3, 8)])[0] * weight).sum().backward()
-        assert weight.grad is not None
-        executable.close()
-
-
-@pytest.mark.parametrize("streams", [1, 2])
-def test_runs_in_inference_mode_and_out_of_it(streams: int) -> None:
-    model = Branches().eval()
-    made = Prepared(model, torch.randn(3, 8))
-    with torch.inference_mode():
-        executable = made.wide(streams)
-        x = torch.randn(3, 8)
-        inside = executable.run([x])
-    y = x.clone()
-    assert same(executable.run([y]), inside)
-    executable.close()
 
 
 @pytest.mark.parametrize("streams", [1, 2])
@@ -109,16 +69,6 @@ def test_random_calls_draw_what_eager_draws(streams: int) -> None:
     torch.manual_seed(3)
     assert same(executable.run([x]) + executable.run([x]), expected)
     executable.close()
-
-
-def test_calls_on_nothing() -> None:
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        y = x * 2
-        torch._foreach_add_([y[:0], y[3:]], 1.0)
-        return y + 1
-
-    made, x = Prepared(forward, torch.randn(3, 2)), torch.randn(3, 2)
-    assert torch.equal(made.capture().run([x])[0], x * 2 + 1)
 
 
 def test_workers_do_not_wait_for_an_empty_part_of_a_result() -> None:

@@ -19,12 +19,9 @@ from nimble_core.api.train_step import TrainStep
 from nimble_core.ir.call_graph import CallGraph
 from nimble_core.ir.schedule import Schedule
 from nimble_core.scheduling.options import Options
-from nimble_core.scheduling.policies import nimble, resolve_policy
 from nimble_core.scheduling.policies.base import plan_streams
-from nimble_core.scheduling.verify_schedule import check_schedule
 from nimble_core.utils.errors import DeviceError, NimbleError
 from tests.support.host_models import (
-    CASES,
     Prepared,
     drawn_streams,
     eager,
@@ -120,31 +117,14 @@ def test_a_call_that_fails_leaves_what_stays_as_eager_leaves_it(
             written = torch.ones(3, 4)  # in other strides than the recorded ones, or not
             with torch.no_grad():
                 try:
-                    run(table, written, *indices)
-                    failed = False
+                    returned = run(table, written, *indices)
                 except (IndexError, DeviceError):
-                    failed = True
-            left.append((failed, model.state(written)))
-        (eager_failed, expected), (failed, found) = left
-        assert failed == eager_failed
+                    returned = []
+            left.append([*model.state(written), *returned])
+        expected, found = left
+        assert len(found) == len(expected)
         assert all(map(torch.equal, found, expected))
     executable.close()
-
-
-class Embedded(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(4, 4)
-        self.bn = nn.BatchNorm1d(4)
-        self.c = nn.Buffer(torch.zeros(()))
-
-    def forward(self, i: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        e = self.embedding(i)
-        self.c += 1
-        return e + self.bn(x)
-
-
-POLICIES = ["single", "nimble", "critical_path", "opara", "torchsched", "contention"]
 
 
 @pytest.mark.parametrize(("policy", "streams"), [("single", 1), ("nimble", 3), ("critical_path", 2)])
@@ -167,27 +147,6 @@ def test_a_training_step_whose_loss_fails_changes_what_eager_changes(policy: str
     assert not any(torch.equal(one, before[name]) for name, one in model.named_parameters())
     step(x, good)
     assert [int(kept["step"]) for kept in optimizer.state.values()] == [2] * 4
-
-
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_programs_without_calls_that_fail_get_no_more_waits(name: str, policy: str) -> None:
-    model, args = CASES[name]()
-    made = Prepared(model, *args)
-    executable = made.capture(resolve_policy(policy)(made.graph, made.costs, max_streams=3))
-    assert executable.issued is executable.schedule
-    executable.close()
-
-
-def test_waits_for_calls_that_may_fail_are_not_the_schedules() -> None:
-    made = Prepared(Embedded(), torch.tensor([1, 2, 3]), torch.randn(3, 4))
-    schedule = nimble(made.graph, made.costs)
-    executable = made.capture(schedule)
-    assert executable.schedule is schedule
-    assert executable.counts is schedule.counts
-    assert len(executable.issued.syncs) > len(schedule.syncs)
-    check_schedule(made.graph, executable.issued, made.recording.program)
-    executable.close()
 
 
 class ReadAfterTaking(nn.Module):
@@ -220,10 +179,9 @@ def in_any_order(seed: int) -> Callable[[CallGraph, Any], Schedule]:
     return policy
 
 
-@pytest.mark.parametrize("seeds", [range(start, start + 50) for start in range(0, 150, 50)], ids=str)
-def test_calls_that_move_within_their_stream_leave_reuse_of_memory_in_order(seeds: range) -> None:
+def test_calls_that_move_within_their_stream_leave_reuse_of_memory_in_order() -> None:
     x, index = torch.randn(8, 8), torch.arange(8)
-    for seed in seeds:
+    for seed in range(100):
         model = ReadAfterTaking()
         eager = copy.deepcopy(model)
         net = Nimble(model, Options(fuse="none", tune="off", policy=in_any_order(seed))).prepare(x, index)
