@@ -131,7 +131,7 @@ def _recording(file: _File) -> Recording:
             "the trace holds no operators and no kernels",
             fix="profile with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA] while the model runs",
         )
-    whole = _busiest_gpu(_busiest_process(whole, warnings), warnings)
+    whole = _busiest(whole, warnings)
     zero = min(event.ts for event in whole if event.ts is not None)
     number: dict[_Key, int] = {}
     for event in whole:
@@ -141,7 +141,11 @@ def _recording(file: _File) -> Recording:
         for event in file.trace_events
         if event.ph == "f" and event.cat == "ac2g" and event.ts is not None
     }
-    frames = [_frame(event, zero, number[_key(event)]) for event in whole if event.cat == "python_function"]
+    frames = [
+        Frame(str(event.name), _start(event, zero), _end(event, zero), number[_key(event)])
+        for event in whole
+        if event.cat == "python_function"
+    ]
     events = [_raw_event(event, zero, number[_key(event)], arrows) for event in whole if event.cat != "python_function"]
     frames.sort(key=lambda frame: (frame.start_ns, -frame.end_ns))
     cuda = any(event.cat in (*_DEVICE, "cuda_runtime") for event in whole)
@@ -167,10 +171,6 @@ def _start(event: _Event, zero: float) -> int:
 
 def _end(event: _Event, zero: float) -> int:
     return round(((event.ts or 0.0) - zero + (event.dur or 0.0)) * 1000)
-
-
-def _frame(event: _Event, zero: float, thread: int) -> Frame:
-    return Frame(str(event.name), _start(event, zero), _end(event, zero), thread)
 
 
 def _raw_event(event: _Event, zero: float, thread: int, arrows: _Arrows) -> RawEvent:
@@ -215,22 +215,19 @@ def _in_reach(ts: float) -> bool:
     return abs(ts) <= _LATEST_US * 10
 
 
-def _busiest_process(events: list[_Event], warnings: list[str]) -> list[_Event]:
+def _busiest(events: list[_Event], warnings: list[str]) -> list[_Event]:
+    """Keep the process with the most operators and the GPU with the most events."""
     operators = Counter(str(event.pid) for event in events if event.cat == "cpu_op")
-    if len(operators) < 2:
-        return events
-    kept, count = operators.most_common(1)[0]
-    warnings.append(f"operators of {len(operators)} processes: only process {kept} ({count} operators) is shown")
-    return [event for event in events if event.cat in _DEVICE or str(event.pid) == kept]
-
-
-def _busiest_gpu(events: list[_Event], warnings: list[str]) -> list[_Event]:
+    if len(operators) > 1:
+        kept, count = operators.most_common(1)[0]
+        warnings.append(f"operators of {len(operators)} processes: only process {kept} ({count} operators) is shown")
+        events = [event for event in events if event.cat in _DEVICE or str(event.pid) == kept]
     devices = Counter(_device(event) for event in events if event.cat in _DEVICE)
-    if len(devices) < 2:
-        return events
-    kept, count = devices.most_common(1)[0]
-    warnings.append(f"kernels on {len(devices)} GPUs: only GPU {kept} ({count} device events) is shown")
-    return [event for event in events if event.cat not in _DEVICE or _device(event) == kept]
+    if len(devices) > 1:
+        gpu, count = devices.most_common(1)[0]
+        warnings.append(f"kernels on {len(devices)} GPUs: only GPU {gpu} ({count} device events) is shown")
+        events = [event for event in events if event.cat not in _DEVICE or _device(event) == gpu]
+    return events
 
 
 def _device(event: _Event) -> int:

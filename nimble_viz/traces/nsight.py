@@ -210,7 +210,8 @@ class _Reader:
 
     def _ids(self, table: str, row: Sequence[Any]) -> tuple[int, int, int, int, int, int]:
         start, end, stream, launch, process, node = row[:6]
-        _require(_is_time(start) and _is_time(end) and start <= end, table, f"from {start!r} to {end!r}")
+        if not (_is_time(start) and _is_time(end) and start <= end):
+            raise ReportFileError(f"the file is damaged: from {start!r} to {end!r}", where=table)
         return _global_id(process), _count(launch), _count(node), start, end, _count(stream)
 
     def _launches(self) -> dict[tuple[int, int], tuple[int, int]]:
@@ -279,11 +280,6 @@ class _Reader:
                 fix = "profile fewer replays: nsys profile --duration=…, or --capture-range=cudaProfilerApi"
                 raise ReportFileError(f"more than {MAX_ROWS:,} rows", where=table, fix=fix)
             yield row
-
-
-def _require(holds: bool, where: str, what: str) -> None:
-    if not holds:
-        raise ReportFileError(f"the file is damaged: {what}", where=where)
 
 
 def _is_time(value: object) -> bool:

@@ -14,8 +14,7 @@ import torch
 
 from nimble_core.torch_compat.private import Private, all_entries
 from nimble_viz.cli.command import main
-from nimble_viz.cli.doctor import Diagnosis, Finding, examine
-from nimble_viz.cli.doctor_checks import CHECKS
+from nimble_viz.cli.doctor import CHECKS, Diagnosis, Finding, examine
 from tests.support.hidden import hiding
 
 ROOT = Path(__file__).parents[3]

@@ -46,8 +46,8 @@ def test_a_module_by_name(factory: str, monkeypatch: pytest.MonkeyPatch) -> None
         ("FILE:number", False, "not callable"),
         ("FILE:wrong", False, "gave function, not (model, args)"),
         ("FILE:two", True, "gave tuple, which does not say how to train"),
-        ("FILE:trained", False, "leave 'training' out, and start with --training"),
-        ("FILE:misspelt", True, "gave dict of model, args, loss, with unknown 'loss'"),
+        ("FILE:trained", False, "gave dict of model, args, kwargs, target, loss_fn, clip_grad_norm, training, not"),
+        ("FILE:misspelt", True, "gave dict of model, args, loss, which does not say how to train"),
         ("FILE:thre", False, "it has three, trained"),
     ],
 )
