@@ -25,7 +25,7 @@ from nimble_core.ir.timeline import Lane, Span, Timeline
 from nimble_core.utils.errors import ReportFileError
 from nimble_viz import load
 from nimble_viz.analysis.payload import view_data
-from nimble_viz.render.html import embed_json, plain_summary
+from nimble_viz.render.html import embed_json
 from nimble_viz.render.report import Report
 from nimble_viz.render.text import plain_text
 from nimble_viz.report.consistency import MAX_NUMBER
@@ -269,7 +269,6 @@ def _refused_or_drawn(path: Path) -> None:
     except ReportFileError:
         return
     plain_text(report, 80).encode()
-    plain_summary(report).encode()
     embed_json(view_data(report)).encode()
 
 
