@@ -9,8 +9,6 @@ from nimble_core.ir.schedule import Schedule
 from nimble_core.scheduling.liveness import dead_before, happens_before, lifetimes, members
 from nimble_core.scheduling.memory_planner import placeable
 
-__all__ = ["memory_lower_bound"]
-
 
 def memory_lower_bound(
     program: Program, schedule: Schedule, *, place: Collection[int] | None = None, alignment: int = 512
