@@ -22,7 +22,8 @@ from nimble_core.autotune.capture_pipeline import capture, device_for, schedule_
 from nimble_core.ir.costs import uniform_costs
 from nimble_core.tracing.recorded import Stopwatch, record_static
 from nimble_core.tracing.signature import Signature
-from tests.support.engine_models import DEVICES, MODELS, OPTIONS, Branches, check, drawn, in_threads, made
+from tests.support.engine_models import DEVICES, MODELS, OPTIONS, check, drawn, in_threads, made
+from tests.support.modules import Wide
 
 
 class Engines(RuleBasedStateMachine):
@@ -163,7 +164,7 @@ def switching() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:.*runs in eager")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("locked", [False, True])
-@pytest.mark.parametrize("name", ["branches", "residual"])
+@pytest.mark.parametrize("name", ["branches", "deep"])
 def test_threads_train_one_engine(name: str, locked: bool, device: str) -> None:
     """Each thread has inputs of its own.
 
@@ -226,7 +227,7 @@ def test_backwards_of_eight_threads_add_up(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_closing_waits_for_the_run_and_later_runs_are_refused(device: str) -> None:
     model = made("branches", device)
-    other, rest = Nimble(model, OPTIONS[1]).prepare(drawn(device)), made("residual", device)
+    other, rest = Nimble(model, OPTIONS[1]).prepare(drawn(device)), made("deep", device)
     remaining = Nimble(rest, OPTIONS[1]).prepare(drawn(device))
     executable = other.engines[0].executable
     refused: list[str] = []
@@ -260,7 +261,7 @@ WIDTH = 70
 @pytest.mark.parametrize("device", DEVICES)
 def test_seventy_branches_on_as_many_streams(device: str) -> None:
     torch.manual_seed(0)
-    model = Branches(WIDTH).to(device).eval()
+    model = Wide(WIDTH, 8).to(device).eval()
     signature = Signature([drawn(device)], {})
     where = device_for(signature.device)
     where.warm_up(model, signature.tensors, {})
