@@ -53,14 +53,18 @@ def states(*arguments: str, **more: Any) -> tuple[int, dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def here() -> Diagnosis:
+    return examine()
+
+
+def test_the_process_is_as_it_was(here: Diagnosis) -> None:
+    """Once ``here`` has imported the packages, some of which set variables."""
     before = torch.get_rng_state(), torch.is_grad_enabled(), torch.get_num_threads(), dict(os.environ)
-    found = examine()
+    examine()
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (torch.is_grad_enabled(), torch.get_num_threads(), dict(os.environ)) == before[1:]
-    return found
 
 
-def test_this_machine_and_its_state_is_as_before(here: Diagnosis) -> None:
+def test_this_machine(here: Diagnosis) -> None:
     found = {one.feature: one for one in here.findings}
     assert here.exit_code == 0
     assert here.verdict.startswith("Ready: ")
