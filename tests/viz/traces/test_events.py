@@ -53,6 +53,11 @@ def test_lost_device_events_are_reported() -> None:
     assert any("2, 1" in warning for warning in uneven.warnings)
 
 
+def test_no_device_event_at_all_is_reported() -> None:
+    events = [event for event in iteration(0, 100) if not event.on_device]
+    assert trace_from_events(events, device="cuda").warnings == ("the profiler saw no device event",)
+
+
 def test_a_kernel_of_another_iteration_is_not_taken_for_ours() -> None:
     late = gpu("late", 520, 530, correlation=1)  # launched in the first iteration, ran when the second had begun
     trace = trace_from_events([*iteration(0, 100), *iteration(500, 100, 11), late], device="cuda")
