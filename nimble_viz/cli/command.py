@@ -89,15 +89,8 @@ def _compare(given: argparse.Namespace) -> int:
 
     progress = Progress() if given.quiet else None
     report = compare(model, *args, kwargs=kwargs, against=given.against, options=options, progress=progress, **more)
-    with _files():
-        if given.save is not None:
-            report.save(given.save)
-        if given.html is not None:
-            report.to_html(given.html)
-    if not given.quiet:
-        _print(report)
+    _deliver(report, given.save, given.html, given.quiet)
     if not report.complete:
-        _warn(f"interrupted{_kept(given.save)}")
         return 130
     wrong = [check for check in report.checks if check.differs]
     for check in wrong:
@@ -111,10 +104,7 @@ def _diagnose(given: argparse.Namespace) -> int:
 
     model, args, kwargs, _ = made_by(given.factory)
     found = diagnose(model, *args, kwargs=kwargs)
-    if given.json:
-        _say(found.to_json())
-    else:
-        _print(found)
+    _answer(found, given.json)
     return 0 if found.ok else 1
 
 
@@ -140,22 +130,23 @@ def _profile(given: argparse.Namespace) -> int:
             report, ended = profile_script(given.script, given.arguments, counts, stop=given.stop)
         finally:
             sys.stdout = stdout
-    with _files():
-        if save is not None:
-            report.save(save)
-        if html is not None:
-            report.to_html(html)
-    if not given.quiet:
-        _print(report)
-    if not report.complete:
-        _warn(f"interrupted{_kept(save)}")
+    _deliver(report, save, html, given.quiet)
     if isinstance(ended, Exception):
         raise ended
     return ended
 
 
-def _kept(save: Path | None) -> str:
-    return f"; what was measured is in {save}" if save is not None else ""
+def _deliver(report: Report, save: Path | None, html: Path | None, quiet: bool) -> None:
+    """Write the report where it was asked for, print it, and say if it is not complete."""
+    with _files():
+        if save is not None:
+            report.save(save)
+        if html is not None:
+            report.to_html(html)
+    if not quiet:
+        _print(report)
+    if not report.complete:
+        _warn("interrupted" if save is None else f"interrupted; what was measured is in {save}")
 
 
 def _require_places(*paths: Path | None) -> None:
@@ -214,10 +205,7 @@ def _diff(given: argparse.Namespace) -> int:
 
     with _files():
         found = load(given.old).diff(load(given.new))
-    if given.json:
-        _say(found.to_json())
-    else:
-        _print(found)
+    _answer(found, given.json)
     return 0
 
 
@@ -241,10 +229,7 @@ def _gate(given: argparse.Namespace) -> int:
             write_file(given.markdown, found.to_markdown().encode())
         if given.junit is not None:
             write_file(given.junit, found.to_junit().encode())
-    if given.json:
-        _say(found.to_json())
-    else:
-        _print(found)
+    _answer(found, given.json)
     return found.exit_code
 
 
@@ -264,6 +249,13 @@ def _files() -> Iterator[None]:
     except OSError as error:
         named = error.filename and error.strerror
         raise InputError(f"{error.filename}: {error.strerror}" if named else str(error)) from error
+
+
+def _answer(found: Difference | Gate | Diagnosis, as_json: bool) -> None:
+    if as_json:
+        _say(found.to_json())
+    else:
+        _print(found)
 
 
 def _print(content: Report | Difference | Gate | Diagnosis) -> None:

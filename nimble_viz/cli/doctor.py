@@ -1,30 +1,44 @@
 """``python -m nimble_viz doctor``: what works on this machine, what does not, and what to do about it.
 
 Features are tried out, not looked up: a model is prepared and replayed, the replays are watched, a dot is drawn.
-Whatever is missing or broken becomes a finding; nothing here raises.
+Whatever is missing or broken becomes a finding: a check may raise anything, and ``examine`` nothing.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import platform
+import shutil
+import subprocess
+import sysconfig
 import warnings
 from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from functools import cached_property, partial
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from nimble_viz.cli.doctor_checks import CHECKS, Machine, State, first_line
+from nimble_core.utils.errors import first_line
 
 if TYPE_CHECKING:
     from nimble_core.torch_compat.private import Private
 
 __all__ = ["Diagnosis", "Finding", "examine"]
 
+State = Literal["works", "fallback", "off", "broken"]
+_Answer = tuple[State, str, str]
+"""State, why, and what to do."""
+
+_TIMEOUT_S = 10
 _INTERNALS = "Torch's internals"
-_INSTALL = "pip install --upgrade nimble-viz"
-_FIXES = {"torch": 'pip install "torch>=2.11"', "captured graph": 'pip install "nimble-viz[cuda13]" (or [cuda12])'}
-"""What to do about a feature whose check raised; for all others, install again."""
+_INSTALL = 'pip install --upgrade nimble-viz; on a GPU "nimble-viz[cuda13]" (or [cuda12])'
+"""What to do about a feature whose check raised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +46,7 @@ class Finding:
     """What was found out about one feature.
 
     Args:
-        group: what the feature is for: ``"Running"``, ``"Kernels and memory"``, ``"Measuring"``, ``"Seeing"``,
-            ``"Handing on"`` or ``"Torch's internals"``.
+        group: what the feature is for, e.g. ``"Running"``.
         feature: its name.
         state: ``"works"``; ``"fallback"``: something else is done instead; ``"off"``: not there; ``"broken"``: needed,
             and does not work.
@@ -73,13 +86,6 @@ class Diagnosis:
         rest = f"{counts['works']} features work, {counts['fallback']} with a fallback, {counts['off']} off"
         return f"Broken: {broken}; {rest}." if broken else f"Ready: {rest}."
 
-    def _shown(self) -> tuple[Finding, ...]:
-        """Return what text shows: of torch's internals those that are missing, and one line for all others."""
-        fine = sum(one.state == "works" for one in self.internals)
-        missing = [one for one in self.internals if one.state in ("fallback", "broken")]
-        counted = [Finding(_INTERNALS, "private names", "works", f"{fine} found; --json lists them")] * bool(fine)
-        return (*self.findings, *counted, *missing)
-
     def to_json(self) -> str:
         """Return all of it as JSON, with a line break at the end."""
         from nimble_core import __version__
@@ -95,9 +101,12 @@ class Diagnosis:
         return json.dumps(found, indent=2) + "\n"
 
     def to_text(self) -> str:
-        """Return all of it as lines of text."""
+        """Return lines of text: of torch's internals those that are missing, and one line for all others."""
         lines = [self.verdict]
-        shown = self._shown()
+        fine = sum(one.state == "works" for one in self.internals)
+        missing = [one for one in self.internals if one.state in ("fallback", "broken")]
+        counted = [Finding(_INTERNALS, "private names", "works", f"{fine} found; --json lists them")] * bool(fine)
+        shown = (*self.findings, *counted, *missing)
         for group in dict.fromkeys(one.group for one in shown):
             lines += ["", group]
             for one in shown:
@@ -107,15 +116,338 @@ class Diagnosis:
         return "\n".join(lines) + "\n"
 
 
+class _Machine:
+    """Hold what several checks look at; each part is made when a check first asks for it."""
+
+    @cached_property
+    def torch(self) -> Any:
+        """Import torch."""
+        return import_module("torch")
+
+    @cached_property
+    def prepared(self) -> tuple[Any, Any, Any]:
+        """Prepare a model of two branches, on the GPU if there is one; return it, the model and an input."""
+        from nimble_core.api.nimble import Nimble
+        from nimble_core.scheduling.options import Options
+
+        torch = self.torch
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        weights = [torch.full((8, 8), value, device=device) for value in (0.1, -0.2, 0.3)]
+
+        def branches(x: Any) -> Any:
+            x = torch.relu(x @ weights[0])
+            return torch.sigmoid(x @ weights[1]) + torch.tanh(x @ weights[2])
+
+        x = torch.linspace(-1.0, 1.0, 32, device=device).reshape(4, 8)
+        return Nimble(branches, Options(policy="nimble", tune="off", fuse="none")).prepare(x), branches, x
+
+    @cached_property
+    def observed(self) -> Any:
+        """Watch a few of its replays."""
+        from nimble_core.autotune.capture_pipeline import device_for, observe
+
+        net, _, x = self.prepared
+        engine = net.engines[0]
+        return observe(device_for(x.device), engine.recorded, engine.executable, seconds=0.05)
+
+    def close(self) -> None:
+        """Free the prepared model, if a check made it."""
+        made = self.__dict__.get("prepared")
+        if made is not None:
+            made[0].close()
+
+
+def _works(why: str) -> _Answer:
+    return "works", why, ""
+
+
+def _torch(on: _Machine) -> _Answer:
+    torch = on.torch
+    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    found = f"{torch.__version__}, {cuda}"
+    if float(torch.ones(2).sum()) != 2.0:
+        return "off", f"{found}: adds wrongly", ""
+    if tuple(int(part) for part in str(torch.__version__).split("+")[0].split(".")[:2]) < (2, 11):
+        return "off", f"{found} is older than 2.11", 'pip install --upgrade "torch>=2.11"'
+    return _works(found)
+
+
+def _gpu(on: _Machine) -> _Answer:
+    from nimble_core.profiling.machine import cpu_name, gpu_facts
+
+    torch = on.torch
+    facts = gpu_facts()
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        more = f", the first of {count}" if count > 1 else ""
+        share = torch.cuda.get_device_properties(0).total_memory / 2**30
+        return _works(f"{torch.cuda.get_device_name(0)}, {share:.0f} GiB, driver {facts.driver or 'unknown'}{more}")
+    host = f"models run on the host, {cpu_name()}"
+    if torch.version.cuda is None:
+        if facts.driver or shutil.which("nvidia-smi"):
+            fix = "a build of torch for CUDA: https://pytorch.org/get-started/locally"
+            return "fallback", f"there is a GPU, but this torch was built without CUDA: {host}", fix
+        return "fallback", f"no NVIDIA driver was found: {host}", ""
+    try:
+        torch.cuda.init()
+    except Exception as error:
+        return "fallback", f"{first_line(error)}: {host}", "a driver as new as this torch's CUDA; see nvidia-smi"
+    return "fallback", f"torch sees no GPU: {host}", "CUDA_VISIBLE_DEVICES, if it is set"
+
+
+def _replay(on: _Machine) -> _Answer:
+    """Prepare a small model of two branches, replay it and compare it with eager."""
+    net, model, x = on.prepared
+    torch = on.torch
+    with torch.no_grad():
+        if not torch.allclose(net(x), model(x), atol=1e-3):
+            return "off", "the replay of a small model is not what eager computes", "please report this"
+    engine = net.engines[0]
+    where = "on the GPU, as a CUDA graph" if x.is_cuda else "on the host, by worker threads"
+    streams = engine.schedule.streams
+    of = f"{streams} streams" if streams > 1 else "one stream"
+    return _works(f"a model was prepared and replayed {where}, on {of}: equal to eager")
+
+
+def _profiler(on: _Machine) -> _Answer:
+    torch = on.torch
+    from nimble_core.utils.errors import DeviceError
+    from nimble_viz.traces.profiler import profile_eager
+
+    device: Literal["cuda", "cpu"] = "cuda" if torch.cuda.is_available() else "cpu"
+    x = torch.ones(2, device=device)
+    try:
+        trace = profile_eager(x.sum, device=device, synchronize=getattr(torch, device).synchronize)
+    except DeviceError as error:
+        return "fallback", f"{error.what}: overhead per call is not measured beside it", error.fix
+    if not any(event.name == "aten::sum" for event in trace.operators):
+        return "off", "the profiler saw nothing: overhead per call is not measured", "an official build of torch"
+    if device == "cuda" and not trace.kernels:
+        return "fallback", "the profiler sees the host alone, no kernels", "a build of torch with CUPTI"
+    return _works(f"torch.profiler, events of the host{' and the GPU' * (device == 'cuda')}")
+
+
+def _timeline(on: _Machine) -> _Answer:
+    torch = on.torch
+    if not torch.cuda.is_available():
+        seen = on.observed
+        return _works(f"{len(seen.timeline.spans)} of {seen.costs.expected} calls timed by the host clock")
+    from nimble_core.profiling import cupti
+
+    if cupti.attached_tool():
+        return "fallback", f"{cupti.unavailable()}: replayed kernels have no times", "run this without the tool"
+    cuda = str(torch.version.cuda)
+    try:
+        import_module("cupti.cupti")
+    except Exception as error:
+        fix = 'pip install "nimble-viz[cuda13]"' if not cuda.startswith("12") else "see docs/dependencies.md, cuda12"
+        why = f"cupti-python: {first_line(error)}: replayed kernels have no times, plans are chosen by whole replays"
+        return "fallback", why, fix
+    seen = on.observed
+    found = f"CUPTI saw {seen.costs.seen} of {seen.costs.expected} replayed nodes, call by call"
+    if seen.timeline.reliable:
+        return _works(found)
+    return "fallback", f"{found}: {seen.timeline.note}", "no other profiler in the same process"
+
+
+def _graphs(on: _Machine) -> _Answer:
+    torch = on.torch
+    if not torch.cuda.is_available():
+        return "off", "no GPU: a host replay has no graph to read", ""
+    import_module("cuda.bindings.driver")
+    net, _, _ = on.prepared
+    counts = net.engines[0].executable.counts
+    return _works(f"{_named('cuda-bindings')}; a captured graph was read: {counts.emitted} waits in it")
+
+
+def _stamp(on: _Machine) -> _Answer:
+    from nimble_core.profiling.machine import read_nvml
+
+    torch = on.torch
+    if not torch.cuda.is_available():
+        return _works("processor, cores and load of the host")
+    try:
+        read_nvml("")
+    except Exception as error:
+        why = f"NVML: {first_line(error)}: no clocks, throttling and driver in reports"
+        return "off", why, "pip install nvidia-ml-py"
+    return _works("clocks, throttling and processes from NVML")
+
+
+def _nvtx(on: _Machine) -> _Answer:
+    nvtx = import_module("nvtx")
+    found = f"{_named('nvtx')}"
+    if os.environ.get("NIMBLE_NVTX") == "0":
+        return "off", f"{found}; NIMBLE_NVTX=0", "unset NIMBLE_NVTX"
+    if not nvtx.enabled():
+        return "off", f"{found}; NVTX_DISABLE is set", "unset NVTX_DISABLE"
+    from nimble_core.profiling.nvtx import listener
+
+    heard = "a tool listens: ranges are drawn" if listener() else "no tool listens, so that ranges cost nothing"
+    try:
+        import_module("numpy")
+    except ImportError:
+        return "fallback", f"{found}; {heard}; without numpy a range holds its call alone", "pip install numpy"
+    return _works(f"{found}; {heard}")
+
+
+def _nsys(on: _Machine) -> _Answer:
+    program = shutil.which("nsys")
+    if program is None:
+        return "off", "nsys is not on the PATH: ranges have no viewer here", "see docs/nsight.md"
+    said = _said([program, "--version"]) or "nsys"
+    backend = os.environ.get("NSYS_WRITER_BACKEND", "")
+    if find_spec("nsys_writer") is None and not (backend and Path(backend).exists()):
+        return "fallback", f"{said} profiles, but *.nsys-rep cannot be written", "see docs/nsight.md"
+    return _works(f"{said}; *.nsys-rep can be written")
+
+
+def _kernels(on: _Machine) -> _Answer:
+    torch = on.torch
+    if not torch.cuda.is_available():
+        compiler = _program(os.environ.get("CXX", ""), "g++", "clang++")
+        if compiler:
+            return _works(f"Inductor with {compiler}; on the host only if asked for: fuse='inductor'")
+        return "off", "no C++ compiler; the host keeps eager's kernels unless asked otherwise", "apt install g++"
+    compiler = _program(os.environ.get("CC", ""), "gcc", "clang")
+    try:
+        import_module("triton")
+    except ImportError:
+        return "fallback", "triton is not installed: fuse='library' at most", "pip install triton"
+    if not compiler:
+        return "fallback", "triton needs a C compiler to start kernels: fuse='library' at most", "apt install gcc g++"
+    found = f"{_named('triton')} with {compiler}"
+    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        return "fallback", f"{found}; Python.h is missing, which triton's launcher includes", "apt install python3-dev"
+    return _works(found)
+
+
+def _program(*names: str) -> str:
+    """Return the first of these programs that is installed; empty if none is."""
+    return next((Path(found).name for name in names if name and (found := shutil.which(name))), "")
+
+
+def _memory(on: _Machine) -> _Answer:
+    torch = on.torch
+    if not torch.cuda.is_available():
+        return _works("results lie in one arena, planned ahead")
+    from nimble_core.runtime.cuda.memory import places_memory
+
+    backend = torch.cuda.get_allocator_backend()
+    if not places_memory():
+        why = f"torch's allocator is {backend!r}, whose blocks cannot be placed: each stream reuses its own memory"
+        return "fallback", why, "unset PYTORCH_ALLOC_CONF (or PYTORCH_CUDA_ALLOC_CONF) backend"
+    if torch._C._cuda_isHistoryEnabled():
+        why = "the allocator's history is being recorded by someone else: workspaces are planned apart"
+        return "fallback", why, "torch.cuda.memory._record_memory_history(enabled=None)"
+    planned = on.prepared[0].engines[0].executable.memory
+    if planned is None:
+        return "fallback", "a small model's memory was not planned: each stream reuses its own", ""
+    return _works("the allocator's history is read, and results lie in one arena, planned ahead")
+
+
+def _plans(on: _Machine) -> _Answer:
+    from nimble_core.autotune.disk_cache import cache_directory
+
+    place = cache_directory()
+    above = next((one for one in (place, *place.parents) if one.exists()), place)
+    if above.is_dir() and os.access(above, os.W_OK):
+        kept = sum(1 for _ in place.glob("*.json")) if place.is_dir() else 0
+        return _works(f"{kept} plan{'' if kept == 1 else 's'} in {place}")
+    return "off", f"{place} cannot be written: each process tunes anew", "set NIMBLE_CACHE_DIR to a folder of yours"
+
+
+def _notebook(on: _Machine) -> _Answer:
+    if find_spec("ipykernel") is None:
+        return "off", "ipykernel is not installed: reports show in the terminal and as HTML", "pip install jupyterlab"
+    return _works(f"reports show themselves: {_named('ipykernel')}")
+
+
+def _dot(on: _Machine) -> _Answer:
+    import_module("graphviz")
+    program = shutil.which("dot")
+    if program is None:
+        why = "the program dot is not on the PATH: DOT text can be written but not drawn, the viewer lays out by itself"
+        return "fallback", why, "apt install graphviz, or brew install graphviz"
+    drawn = _said([program, "-Tsvg"], "digraph { a -> b }")
+    if "</svg>" not in drawn:
+        return "fallback", f"{program} drew nothing", f"{program} -c, or install graphviz again"
+    return _works(f"{_named('graphviz')}, {program}")
+
+
+def _package(module: str, use: str, on: _Machine, *, without: str = "", extra: str = "") -> _Answer:
+    """Import a module and say its ``use``, or what is done ``without`` it and which ``extra`` installs it."""
+    name = module.partition(".")[0]
+    try:
+        import_module(module)
+    except ImportError:
+        if not without:
+            raise
+        return "fallback", f"the package {name} is not there: {without}", f'pip install "nimble-viz[{extra}]"'
+    return _works(f"{use}: {_named(name)}")
+
+
+_PERFETTO = partial(
+    _package,
+    "perfetto.protos.perfetto.trace.perfetto_trace_pb2",
+    "report.export('run.pftrace')",
+    without="export Chrome JSON, which ui.perfetto.dev opens as well",
+    extra="export",
+)
+_PANDAS = partial(_package, "pandas", "report.to_dataframe()", without="export tables as CSV", extra="export")
+
+CHECKS: tuple[tuple[str, str, bool, Callable[[_Machine], _Answer]], ...] = (
+    ("Running", "torch", True, _torch),
+    ("Running", "GPU and driver", False, _gpu),
+    ("Running", "replay", True, _replay),
+    ("Running", "report files", True, partial(_package, "msgspec", "*.nimble is written, and read without torch")),
+    ("Running", "terminal", True, partial(_package, "rich", "reports as text")),
+    ("Measuring", "eager profile", False, _profiler),
+    ("Measuring", "replay timeline", False, _timeline),
+    ("Measuring", "captured graph", False, _graphs),
+    ("Measuring", "environment stamp", False, _stamp),
+    ("Measuring", "NVTX ranges", False, _nvtx),
+    ("Measuring", "Nsight Systems", False, _nsys),
+    ("Kernels and memory", "compiled kernels", False, _kernels),
+    ("Kernels and memory", "planned memory", False, _memory),
+    ("Kernels and memory", "kept plans", False, _plans),
+    ("Seeing", "notebook", False, _notebook),
+    ("Seeing", "widgets", False, partial(_package, "ipywidgets", "report.dashboard()")),
+    ("Seeing", "statistics", False, partial(_package, "plotly.graph_objects", "report.figure()")),
+    ("Seeing", "graphviz dot", False, _dot),
+    ("Handing on", "Perfetto", False, _PERFETTO),
+    ("Handing on", "data frames", False, _PANDAS),
+    ("Handing on", "networkx", False, partial(_package, "networkx", "report.graph.to_networkx()")),
+)
+"""Group, feature, whether nothing works without it, and how to find out."""
+
+
+def _named(distribution: str) -> str:
+    """Return ``"rich 14.0.0"``, or the name alone if no version is known."""
+    try:
+        return f"{distribution} {version(distribution)}"
+    except Exception:
+        return distribution
+
+
+def _said(command: Sequence[str], given: str = "") -> str:
+    """Return what a program prints; empty if it fails."""
+    try:
+        done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
 def examine() -> Diagnosis:
     """Try every feature out on this machine, which takes a few seconds, most of them torch's import.
 
     Never raises: an error that a check did not foresee is a finding too.
     """
     findings: list[Finding] = []
-    machine = Machine()
+    machine = _Machine()
     for group, feature, needed, check in CHECKS:
-        fix = _FIXES.get(feature, _INSTALL)
+        fix = _INSTALL
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:

@@ -97,16 +97,10 @@ def made_by(spec: str, training: bool = False) -> tuple[Any, tuple[Any, ...], di
             return model, tuple(args), {}, {}
         case (model, tuple() | list() as args, dict() as kwargs) if not training:
             return model, tuple(args), kwargs, {}
-    given = type(made).__name__
-    if isinstance(made, dict):
-        known = ("model", "args", "kwargs", *TRAINING)
-        unknown = ", ".join(repr(key) for key in made if key not in known)
-        given = f"{given} of {', '.join(map(str, made))}{f', with unknown {unknown}' if unknown else ''}"
+    given = f"dict of {', '.join(map(str, made))}" if isinstance(made, dict) else type(made).__name__
     if training:
         raise InputError(f"{spec} gave {given}, which does not say how to train", fix=f"return {TRAINING_FACTORY}")
-    if isinstance(made, dict) and "training" in made:
-        raise InputError(f"{spec} gave {given}", fix="leave 'training' out, and start with --training")
     raise InputError(
         f"{spec} gave {given}, not (model, args) or (model, args, kwargs)",
-        fix="return the model, a tuple of its inputs and, if it takes any, a dict of keyword inputs",
+        fix=f"return those, or {TRAINING_FACTORY}, and start with --training",
     )

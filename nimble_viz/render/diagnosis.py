@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from nimble_viz.analysis.labels import plural, visible
+from nimble_viz.analysis.labels import plural
 from nimble_viz.render.layout import plain, words
 
 if TYPE_CHECKING:
@@ -18,8 +17,6 @@ __all__ = ["PAGE", "Blocker", "Diagnosis"]
 
 PAGE = "docs/troubleshooting.md"
 """The page that explains each kind, in a section of that name."""
-
-_CODE = "margin:4px 0;padding:6px 10px;border-left:3px solid #d33;background:rgba(128,128,128,.12);overflow-x:auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,27 +131,3 @@ class Diagnosis:
         for note in self.notes:
             yield words("")
             yield words(f"note: {note}", "italic")
-
-    def _repr_html_(self) -> str:
-        parts = [f"<p><b>{_escaped(self.verdict)}</b></p>"]
-        for one in self.blockers:
-            start, end = one.mark
-            before, marked, after = (_escaped(text) for text in (one.code[:start], one.code[start:end], one.code[end:]))
-            code = (
-                f'<pre style="{_CODE}">{before}<b style="text-decoration:underline wavy #d33">{marked}</b>{after}</pre>'
-            )
-            name = f"<code>{_escaped(one.name)}</code> " if one.name else ""
-            where = f"<div><small>{_escaped(one.where)}</small></div>" if one.where else ""
-            parts.append(
-                f'<li style="margin:0 0 14px"><div>{name}{_escaped(one.what)}</div>'
-                f"{code if one.code else ''}{where}<div><b>Instead:</b> {_escaped(one.instead)}</div>"
-                f"<div><small>More: {one.link}</small></div></li>"
-            )
-        if self.blockers:
-            parts[1:] = [f"<ol>{''.join(parts[1:])}</ol>"]
-        notes = "".join(f"<li>{_escaped(note)}</li>" for note in self.notes)
-        return f'<div style="line-height:1.45">{"".join(parts)}{f"<ul>{notes}</ul>" if notes else ""}</div>'
-
-
-def _escaped(text: str) -> str:
-    return html.escape(visible(text))

@@ -10,12 +10,13 @@ from importlib import resources
 from string import Template
 from typing import Any
 
-from nimble_viz.analysis.labels import plural
 from nimble_viz.analysis.payload import view_data
-from nimble_viz.analysis.summary import summary
+from nimble_viz.render.text import plain_text
 from nimble_viz.report.data import ReportData
 
-__all__ = ["embed_json", "fragment", "page", "plain_summary", "still"]
+__all__ = ["embed_json", "fragment", "page", "still"]
+
+_WIDTH = 100
 
 # A frame is told the system's theme, not that of the notebook around it: it asks, and the notebook's page answers.
 # Where scripts run the frame is there, and the text below it need not be open.
@@ -72,14 +73,14 @@ def page(report: ReportData, pane: str = "summary") -> str:
         title=html.escape(f"{report.model} – nimble_viz"),
         style=_asset("viewer.css"),
         script=_asset("viewer.js"),
-        plain=html.escape(plain_summary(report)),
+        plain=html.escape(plain_text(report, _WIDTH)),
         data=embed_json(view_data(report)),
         pane=html.escape(pane),
     )
 
 
 def fragment(report: ReportData, pane: str = "summary") -> str:
-    """Return the page for a notebook: a sandboxed frame, with the summary as text below it.
+    """Return the page for a notebook: a sandboxed frame, with the report as text below it.
 
     The frame runs scripts in an origin of its own: it reaches neither the notebook's page nor the network. The page in
     it is packed, a fifth of its size, and follows the theme of the notebook's page.
@@ -89,8 +90,8 @@ def fragment(report: ReportData, pane: str = "summary") -> str:
     return (
         f'<iframe title="{title}" sandbox="allow-scripts" srcdoc="{_attribute(_INSIDE.substitute(packed=packed))}" '
         'style="width:100%;height:720px;border:1px solid rgba(128,128,128,.35);border-radius:8px" loading="lazy">'
-        "</iframe><details open><summary>Summary as text</summary>"
-        f"<pre>{html.escape(plain_summary(report))}</pre></details>{_OUTSIDE}"
+        "</iframe><details open><summary>Report as text</summary>"
+        f"<pre>{html.escape(plain_text(report, _WIDTH))}</pre></details>{_OUTSIDE}"
     )
 
 
@@ -113,38 +114,6 @@ def embed_json(value: Any) -> str:
     for character in "<\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
-
-
-def plain_summary(report: ReportData) -> str:
-    """Write the summary in plain words: readable wherever nothing else is."""
-    data = summary(report)
-    lines = [f"{data['model']}: {data['verdict']}", ""]
-    for row in data["speed"]:
-        ratio = f", over eager {row['eager']['text']} {row['eager']['interval']}" if row["eager"] else ""
-        doubt = "" if row["stable"] else ", UNSTABLE"
-        lines.append(f"  {row['label']}: {row['median']} (spread {row['spread']}{doubt}){ratio}")
-    for row in data["peers"]:
-        prepared = f", prepared in {row['prepare']}" if row["prepare"] else ""
-        lines.append(f"  peer {row['name']}: {row['median'] or 'no time'}, {row['outcome']}{prepared}")
-    for plan in data["plans"]:
-        emitted = "not read" if plan["emitted"] is None else plan["emitted"]
-        lines.append(
-            f"  {plan['label']}: {plural(plan['streams'], 'stream')}; synchronisations: full {plan['full']}, "
-            f"MEG {plan['meg']}, planned {plan['planned']}, emitted {emitted}"
-        )
-        if plan["promise"]:
-            lines[-1] += f" ({plan['promise']['text']})"
-    for row in data["candidates"]["rows"] if data["candidates"] else ():
-        lines.append(f"  tried {row['label']}: {row['median'] or 'not measured'}, {row['outcome']}")
-    if data["limit"]:
-        lines.append(f"  {data['best']}: {data['limit']['sentence'] or data['limit']['over'] + ' of the limit'}")
-    if data["what_if"]:
-        lines.append(f"  {data['what_if']['answer']}")
-    lines += [f"  {name}: {value}" for name, value in data["facts"]]
-    if data["preparation"]:
-        lines.append(f"  Preparation: {data['preparation_total']}")
-    lines += [f"  warning: {text}" for text in data["warnings"]]
-    return "\n".join(lines)
 
 
 def _asset(name: str) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nimble_core.utils.errors import InputError
 from nimble_core.utils.files import write_file
@@ -20,13 +20,21 @@ from nimble_viz.analysis.timeline import timelines
 from nimble_viz.render.html import fragment, page
 from nimble_viz.render.layout import columns
 from nimble_viz.render.text import pane_text, plain_text
-
-if TYPE_CHECKING:
-    from nimble_viz.report.data import ReportData
+from nimble_viz.report.data import ReportData
 
 __all__ = ["PANES", "Pane", "notebook_bundle"]
 
-PANES = ("summary", "overhead", "dag", "timeline", "syncs", "source", "memory")
+_VIEWS: dict[str, Callable[[ReportData], Any]] = {
+    "summary": summary,
+    "overhead": overhead,
+    "dag": dag,
+    "timeline": timelines,
+    "syncs": host_syncs,
+    "source": source,
+    "memory": live_memory,
+}
+
+PANES = tuple(_VIEWS)
 """Views of the page, in the order of its tabs."""
 
 
@@ -52,7 +60,7 @@ class Pane:
     @property
     def data(self) -> Any:
         """The view as plain values: what its function in ``analysis`` returns; None where nothing is known."""
-        return _views()[self.name](self.report)
+        return _VIEWS[self.name](self.report)
 
     def to_text(self, width: int | None = None) -> str:
         """Return the view as plain text, ``width`` columns wide; lines of code stay as long as they are."""
@@ -85,20 +93,7 @@ def notebook_bundle(shown: ReportData | Pane, report: ReportData, pane: str = "s
     bundle = {"text/plain": repr(shown)}
     try:
         bundle["text/plain"] = shown.to_text(100) if isinstance(shown, Pane) else plain_text(shown, 100)
-
         bundle["text/html"] = fragment(report, pane)
     except Exception as error:  # a display must not fail: what went wrong is said in the text
         bundle["text/plain"] += f"\n(not shown in full: {type(error).__name__}: {error})\n"
     return bundle
-
-
-def _views() -> Mapping[str, Callable[[ReportData], Any]]:
-    return {
-        "summary": summary,
-        "overhead": overhead,
-        "dag": dag,
-        "timeline": timelines,
-        "syncs": host_syncs,
-        "source": source,
-        "memory": live_memory,
-    }

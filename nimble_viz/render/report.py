@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
 
     from nimble_viz.render.dashboard import Dashboard
-    from nimble_viz.render.pane import Pane
     from nimble_viz.render.verdicts import Difference
 
 __all__ = ["Report", "load"]

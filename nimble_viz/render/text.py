@@ -84,8 +84,6 @@ def report_text(report: ReportData) -> RenderableType:
     """Return all of ``report`` for a rich console: verdict, speed, plans, limits, overhead, memory, ….
 
     Sections without anything to say are left out.
-
-    Sections without anything to say are left out.
     """
     from rich.console import Group
 

@@ -5,16 +5,15 @@ The format is described in ``docs/report-format.md``.
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import zlib
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from gzip import GzipFile, compress
+from gzip import BadGzipFile, GzipFile, compress
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
 
@@ -24,7 +23,7 @@ from nimble_core.utils.gc_pause import collector_paused
 from nimble_viz.report.consistency import check_report
 from nimble_viz.report.data import SCHEMA_VERSION, EqualityCheck, ReportData
 
-__all__ = ["MAX_BYTES", "MAX_RATIO", "SMALL", "Wire", "read", "save", "unpacks_beyond"]
+__all__ = ["MAX_BYTES", "MAX_RATIO", "SMALL", "Wire", "decode", "in_file", "read", "save", "unpacked"]
 
 MAX_BYTES = 512 << 20
 """A file that unpacks to more than this is refused unread."""
@@ -37,7 +36,7 @@ SMALL = 16 << 20
 """What a file may unpack to however small it is."""
 
 _COMPRESSION = 4
-_PIECE = 1 << 20
+_KIND = "nimble report"
 _GZIP = b"\x1f\x8b"
 _TAKE_AGAIN = "take the report again, or ask for an undamaged copy"
 _A_TRACE = "if torch.profiler wrote it: nimble_viz.from_trace(path), or python -m nimble_viz profile FILE"
@@ -63,6 +62,8 @@ class Wire(msgspec.Struct):
     report: ReportData
     not_finite: tuple[_NotFinite, ...] = ()
 
+
+Value = TypeVar("Value")
 
 _head = msgspec.json.Decoder(_Head)
 _wire = msgspec.json.Decoder(Wire)
@@ -98,59 +99,63 @@ def read(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> ReportD
         ReportFileError: damaged, hostile, not a report, or written by a newer version; says which, and where.
         OSError: the file cannot be read; ``FileNotFoundError`` if there is none.
     """
-    with open(os.fspath(path), "rb") as file:  # no number, which open() takes for a descriptor
-        packed = file.read(len(_GZIP))
-        packed += file.read(max_bytes) if packed == _GZIP else b""
-    try:
-        data = _unpack(packed, max_bytes)
+    trace = os.fspath(path).endswith((".json", ".json.gz"))
+    with in_file(path, fix=_TAKE_AGAIN, instead=_A_TRACE if trace else ""):
+        data = unpacked(path, max_bytes)
         with collector_paused():  # a report is a great many new values without a cycle
             return check_report(_decode(data))
+
+
+@contextmanager
+def in_file(path: str | os.PathLike[str], *, fix: str, instead: str = "") -> Iterator[None]:
+    """Add the file's name to a ReportFileError raised inside, ``fix`` where it has none, or ``instead`` of its own."""
+    try:
+        yield
     except ReportFileError as error:
         name = os.fspath(path)
-        trace = name.endswith((".json", ".json.gz"))
         place = f"{name}, {error.where}" if error.where else name
-        raise ReportFileError(error.what, where=place, fix=_A_TRACE if trace else error.fix or _TAKE_AGAIN) from error
+        raise ReportFileError(error.what, where=place, fix=instead or error.fix or fix) from error
 
 
-def _unpack(packed: bytes, max_bytes: int) -> bytes:
-    """Unpack a gzip member of at most ``max_bytes``, and of no more than a report's ratio allows."""
-    if not packed.startswith(_GZIP):
-        raise ReportFileError("not a nimble report: it is not a gzip file", fix="give a file that report.save() wrote")
-    most = min(max_bytes, max(SMALL, MAX_RATIO * len(packed)))
-    beyond = unpacks_beyond(io.BytesIO(packed), most)
-    if beyond and most < max_bytes:
+def unpacked(path: str | os.PathLike[str], max_bytes: int) -> bytes:
+    """Read a file, and unpack it if it is a gzip file, without holding more in memory than is allowed.
+
+    Raises:
+        ReportFileError: it is damaged, cut short, larger than ``max_bytes``, or unpacks to more than ``MAX_RATIO``
+            times its size.
+        OSError: it cannot be read.
+    """
+    with open(os.fspath(path), "rb") as file:  # no number, which open() takes for a descriptor
+        packed = file.peek(len(_GZIP)).startswith(_GZIP)
+        size = os.fstat(file.fileno()).st_size
+        most = min(max_bytes, max(SMALL, MAX_RATIO * size)) if packed else max_bytes
+        try:
+            with GzipFile(fileobj=file) if packed else file as content:
+                data = content.read(most + 1) if size <= max_bytes else b""
+        except (EOFError, zlib.error, BadGzipFile) as error:
+            raise ReportFileError(f"the file is damaged or cut short: {error}") from error
+    if len(data) > most and most < max_bytes:
         raise ReportFileError(
-            f"the file unpacks to more than {MAX_RATIO} times its size, which no report does",
-            fix="do not trust it; take the report again",
+            f"the file unpacks to more than {MAX_RATIO} times its size, which no report or trace does",
+            fix="do not trust it; if you do, unpack it yourself (gzip -d)",
         )
-    if beyond or len(packed) > max_bytes:
+    if len(data) > most or size > max_bytes:
         raise ReportFileError(
-            f"the file unpacks to more than {max_bytes:,} bytes",
-            fix="if you trust it, nimble_viz.load(path, max_bytes=…)",
+            f"the file is larger than {max_bytes:,} bytes",
+            fix="if you trust it, give max_bytes=…; a trace of fewer iterations is smaller (torch.profiler.schedule)",
         )
-    unpacker = zlib.decompressobj(wbits=31)
-    try:
-        data = unpacker.decompress(packed)
-    except zlib.error as error:
-        raise ReportFileError(f"the file is damaged: {error}") from error
-    if not unpacker.eof:
-        raise ReportFileError("the file is cut short", fix="copy it again; its end is missing")
-    if unpacker.unused_data:
-        raise ReportFileError("the file is damaged: more follows its end")
     return data
 
 
-def unpacks_beyond(file: BinaryIO, most: int) -> bool:
-    """Tell whether a gzip file unpacks to more than ``most`` bytes, counting pieces without keeping them.
-
-    A damaged file counts up to the damage. ``file`` stands at its beginning before and afterwards.
-    """
-    left = most
-    with suppress(EOFError, OSError, zlib.error), GzipFile(fileobj=file) as unpacked:
-        while left >= 0 and (piece := unpacked.read(_PIECE)):
-            left -= len(piece)
-    file.seek(0)
-    return left < 0
+def decode(decoder: msgspec.json.Decoder[Value], data: bytes, kind: str) -> Value:
+    """Decode JSON; raise ReportFileError that says what and where if it is not ``kind``."""
+    try:
+        return decoder.decode(data)
+    except msgspec.ValidationError as error:
+        what, _, place = str(error).partition(" - at ")
+        raise ReportFileError(f"not a {kind}, or damaged: {what}", where=place.strip("`")) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ReportFileError(f"not a {kind}: it does not hold JSON, or is cut short: {error}") from error
 
 
 def _encode(report: ReportData) -> bytes:
@@ -171,19 +176,13 @@ def _encode(report: ReportData) -> bytes:
 
 def _decode(data: bytes) -> ReportData:
     """Decode the report in ``data``: its types are right, its consistency is not yet checked."""
-    try:
-        version = _head.decode(data).nimble_report
-        if version > SCHEMA_VERSION:
-            raise ReportFileError(
-                f"the report has format {version}, this nimble_viz reads up to {SCHEMA_VERSION}",
-                fix="upgrade nimble_viz, or save the report again with this version",
-            )
-        wire = _wire.decode(data)
-    except msgspec.ValidationError as error:
-        what, _, place = str(error).partition(" - at ")
-        raise ReportFileError(f"not a nimble report, or damaged: {what}", where=place.strip("`")) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ReportFileError(f"the file does not hold JSON: {error}") from error
+    version = decode(_head, data, _KIND).nimble_report
+    if version > SCHEMA_VERSION:
+        raise ReportFileError(
+            f"the report has format {version}, this nimble_viz reads up to {SCHEMA_VERSION}",
+            fix="upgrade nimble_viz, or save the report again with this version",
+        )
+    wire = decode(_wire, data, _KIND)
     report = wire.report
     if version < 1 or report.schema_version != version:
         raise ReportFileError(f"the format is given as {version} and as {report.schema_version}")

@@ -6,17 +6,15 @@ Reading needs no torch and runs nothing from the file: it is JSON, decoded into 
 from __future__ import annotations
 
 import os
-import zlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from gzip import BadGzipFile, GzipFile
 from typing import Any, Literal
 
 import msgspec
 
 from nimble_core.utils.errors import ReportFileError
-from nimble_viz.report.file import MAX_RATIO, SMALL, unpacks_beyond
+from nimble_viz.report.file import SMALL, decode, in_file, unpacked
 from nimble_viz.traces.events import RawEvent
 
 __all__ = ["MAX_BYTES", "Frame", "Recording", "read_trace"]
@@ -25,7 +23,6 @@ MAX_BYTES = 1 << 30
 """A trace that unpacks to more than this is refused."""
 
 _LATEST_US = 1e15
-_GZIP = b"\x1f\x8b"
 _DENSE = 12
 """Bytes of a trace for each list or object in it, at the least: profilers take over 50, and each is an object here."""
 _HOST, _DEVICE = ("cpu_op", "cuda_runtime", "cuda_driver"), ("kernel", "gpu_memcpy", "gpu_memset")
@@ -108,58 +105,14 @@ def read_trace(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> R
         ReportFileError: no trace, damaged, or too large; says where.
         OSError: the file cannot be read.
     """
-    try:
-        return _recording(_decode(_unpacked(path, max_bytes)))
-    except ReportFileError as error:
-        name = os.fspath(path)
-        place = f"{name}, {error.where}" if error.where else name
-        fix = _A_REPORT if name.endswith(".nimble") else error.fix or _TAKE_AGAIN
-        raise ReportFileError(error.what, where=place, fix=fix) from error
-
-
-def _unpacked(path: str | os.PathLike[str], max_bytes: int) -> bytes:
-    """Read the file; refuse one that is too large before it is kept in memory."""
-    with open(path, "rb") as file:
-        packed = file.peek(len(_GZIP)).startswith(_GZIP)
-        size = os.fstat(file.fileno()).st_size
-        most = min(max_bytes, max(SMALL, MAX_RATIO * size))
-        beyond = packed and unpacks_beyond(file, most)
-        if beyond and most < max_bytes:
-            raise ReportFileError(
-                f"the file unpacks to more than {MAX_RATIO} times its size, which no trace does",
-                fix="do not trust it; if you do, unpack it yourself (gzip -d)",
-            )
-        if beyond or size > max_bytes:
-            raise _too_large(max_bytes)
-        try:
-            with GzipFile(fileobj=file) if packed else file as unpacked:
-                if unpacked.peek(64)[:64].lstrip()[:1] not in (b"{", b"["):
-                    raise ReportFileError("not a Chrome trace: it is not JSON")
-                data = unpacked.read(max_bytes + 1)
-        except (EOFError, zlib.error, BadGzipFile) as error:
-            raise ReportFileError(f"the file is damaged or cut short: {error}") from error
-    if len(data) > max_bytes:  # a device or a pipe: nobody knew before
-        raise _too_large(max_bytes)
-    return data
-
-
-def _too_large(max_bytes: int) -> ReportFileError:
-    return ReportFileError(
-        f"the trace is larger than {max_bytes:,} bytes",
-        fix="profile fewer iterations (torch.profiler.schedule), or from_trace(path, max_bytes=…)",
-    )
+    with in_file(path, fix=_TAKE_AGAIN, instead=_A_REPORT if os.fspath(path).endswith(".nimble") else ""):
+        return _recording(_decode(unpacked(path, max_bytes)))
 
 
 def _decode(data: bytes) -> _File:
     if len(data) > SMALL and _DENSE * (data.count(b"{") + data.count(b"[")) > len(data):
         raise ReportFileError("not a Chrome trace: it is made of next to nothing but brackets", fix="do not trust it")
-    try:
-        found = _decoder.decode(data)
-    except msgspec.ValidationError as error:
-        what, _, place = str(error).partition(" - at ")
-        raise ReportFileError(f"not a Chrome trace, or damaged: {what}", where=place.strip("`")) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ReportFileError(f"the file does not hold JSON, or is cut short: {error}") from error
+    found = decode(_decoder, data, "Chrome trace")
     return found if isinstance(found, _File) else _File(found)
 
 
@@ -178,7 +131,7 @@ def _recording(file: _File) -> Recording:
             "the trace holds no operators and no kernels",
             fix="profile with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA] while the model runs",
         )
-    whole = _busiest_gpu(_busiest_process(whole, warnings), warnings)
+    whole = _busiest(whole, warnings)
     zero = min(event.ts for event in whole if event.ts is not None)
     number: dict[_Key, int] = {}
     for event in whole:
@@ -188,7 +141,11 @@ def _recording(file: _File) -> Recording:
         for event in file.trace_events
         if event.ph == "f" and event.cat == "ac2g" and event.ts is not None
     }
-    frames = [_frame(event, zero, number[_key(event)]) for event in whole if event.cat == "python_function"]
+    frames = [
+        Frame(str(event.name), _start(event, zero), _end(event, zero), number[_key(event)])
+        for event in whole
+        if event.cat == "python_function"
+    ]
     events = [_raw_event(event, zero, number[_key(event)], arrows) for event in whole if event.cat != "python_function"]
     frames.sort(key=lambda frame: (frame.start_ns, -frame.end_ns))
     cuda = any(event.cat in (*_DEVICE, "cuda_runtime") for event in whole)
@@ -214,10 +171,6 @@ def _start(event: _Event, zero: float) -> int:
 
 def _end(event: _Event, zero: float) -> int:
     return round(((event.ts or 0.0) - zero + (event.dur or 0.0)) * 1000)
-
-
-def _frame(event: _Event, zero: float, thread: int) -> Frame:
-    return Frame(str(event.name), _start(event, zero), _end(event, zero), thread)
 
 
 def _raw_event(event: _Event, zero: float, thread: int, arrows: _Arrows) -> RawEvent:
@@ -262,22 +215,19 @@ def _in_reach(ts: float) -> bool:
     return abs(ts) <= _LATEST_US * 10
 
 
-def _busiest_process(events: list[_Event], warnings: list[str]) -> list[_Event]:
+def _busiest(events: list[_Event], warnings: list[str]) -> list[_Event]:
+    """Keep the process with the most operators and the GPU with the most events."""
     operators = Counter(str(event.pid) for event in events if event.cat == "cpu_op")
-    if len(operators) < 2:
-        return events
-    kept, count = operators.most_common(1)[0]
-    warnings.append(f"operators of {len(operators)} processes: only process {kept} ({count} operators) is shown")
-    return [event for event in events if event.cat in _DEVICE or str(event.pid) == kept]
-
-
-def _busiest_gpu(events: list[_Event], warnings: list[str]) -> list[_Event]:
+    if len(operators) > 1:
+        kept, count = operators.most_common(1)[0]
+        warnings.append(f"operators of {len(operators)} processes: only process {kept} ({count} operators) is shown")
+        events = [event for event in events if event.cat in _DEVICE or str(event.pid) == kept]
     devices = Counter(_device(event) for event in events if event.cat in _DEVICE)
-    if len(devices) < 2:
-        return events
-    kept, count = devices.most_common(1)[0]
-    warnings.append(f"kernels on {len(devices)} GPUs: only GPU {kept} ({count} device events) is shown")
-    return [event for event in events if event.cat not in _DEVICE or _device(event) == kept]
+    if len(devices) > 1:
+        gpu, count = devices.most_common(1)[0]
+        warnings.append(f"kernels on {len(devices)} GPUs: only GPU {gpu} ({count} device events) is shown")
+        events = [event for event in events if event.cat not in _DEVICE or _device(event) == gpu]
+    return events
 
 
 def _device(event: _Event) -> int:

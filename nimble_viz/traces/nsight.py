@@ -18,6 +18,7 @@ from typing import Any
 from nimble_core.profiling.cupti import Activity
 from nimble_core.profiling.nvtx import DOMAIN
 from nimble_core.utils.errors import ReportFileError
+from nimble_viz.report.file import in_file
 
 __all__ = ["MAX_ROWS", "Created", "Export", "NamedRange", "Replay", "node_of", "read_export"]
 
@@ -140,17 +141,15 @@ def read_export(path: str | os.PathLike[str]) -> Export:
     place = Path(path)
     with place.open("rb") as file:
         head = file.read(len(_SQLITE))
-    try:
+    with in_file(path, fix=_EXPORT_AGAIN):
         if head != _SQLITE:
             raise ReportFileError("not an SQLite database")
-        # Immutable: a file beside it (a journal) is not read, and none is made.
-        with closing(sqlite3.connect(f"{place.resolve().as_uri()}?mode=ro&immutable=1", uri=True)) as connection:
-            return _Reader(connection).export()
-    except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter: of a name in a message about it
-        raise ReportFileError(f"the file is damaged: {error}", where=os.fspath(path), fix=_EXPORT_AGAIN) from error
-    except ReportFileError as error:
-        where = f"{os.fspath(path)}, {error.where}" if error.where else os.fspath(path)
-        raise ReportFileError(error.what, where=where, fix=error.fix or _EXPORT_AGAIN) from error
+        try:
+            # Immutable: a file beside it (a journal) is not read, and none is made.
+            with closing(sqlite3.connect(f"{place.resolve().as_uri()}?mode=ro&immutable=1", uri=True)) as connection:
+                return _Reader(connection).export()
+        except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter: of a name in a message about it
+            raise ReportFileError(f"the file is damaged: {error}") from error
 
 
 class _Reader:
@@ -211,7 +210,8 @@ class _Reader:
 
     def _ids(self, table: str, row: Sequence[Any]) -> tuple[int, int, int, int, int, int]:
         start, end, stream, launch, process, node = row[:6]
-        _require(_is_time(start) and _is_time(end) and start <= end, table, f"from {start!r} to {end!r}")
+        if not (_is_time(start) and _is_time(end) and start <= end):
+            raise ReportFileError(f"the file is damaged: from {start!r} to {end!r}", where=table)
         return _global_id(process), _count(launch), _count(node), start, end, _count(stream)
 
     def _launches(self) -> dict[tuple[int, int], tuple[int, int]]:
@@ -280,11 +280,6 @@ class _Reader:
                 fix = "profile fewer replays: nsys profile --duration=…, or --capture-range=cudaProfilerApi"
                 raise ReportFileError(f"more than {MAX_ROWS:,} rows", where=table, fix=fix)
             yield row
-
-
-def _require(holds: bool, where: str, what: str) -> None:
-    if not holds:
-        raise ReportFileError(f"the file is damaged: {what}", where=where)
 
 
 def _is_time(value: object) -> bool:

@@ -30,10 +30,7 @@ from nimble_viz.traces.events import (
 __all__ = [
     "Running",
     "calibrate",
-    "claim_profiler",
     "profile_eager",
-    "quiet_kineto",
-    "release_profiler",
     "watched_prints",
 ]
 
@@ -105,10 +102,9 @@ class Running:
         import torch
 
         with interrupts_postponed(), ExitStack() as undo:
-            claim_profiler(torch, cuda=cuda)
-            undo.callback(release_profiler)
+            undo.enter_context(_claimed(cuda=cuda))
             synchronize()
-            with quiet_kineto():
+            with _quiet_kineto():
                 session = Session(profiler)
             undo.callback(session.stop)
             undo.enter_context(watched_prints(lambda: torch.profiler.record_function(PRINT)))
@@ -116,18 +112,18 @@ class Running:
 
     def stop(self) -> None:
         """Stop it, if it runs."""
-        with interrupts_postponed(), quiet_kineto():
+        with interrupts_postponed(), _quiet_kineto():
             self._undo.close()
 
 
-def claim_profiler(torch: Any, *, cuda: bool) -> None:
-    """Take ``torch.profiler`` for this process until ``release_profiler``.
+@contextmanager
+def _claimed(*, cuda: bool) -> Iterator[None]:
+    """Take ``torch.profiler`` for this process.
 
     In one thread a second one loses what either of them holds. From two threads they corrupt memory: what torch knows
     of its own profiler it knows by thread, and Kineto is one for the process.
 
     Args:
-        torch: the module.
         cuda: whether it would watch a GPU, which tools like Nsight Systems keep to themselves.
 
     Raises:
@@ -141,14 +137,9 @@ def claim_profiler(torch: Any, *, cuda: bool) -> None:
         tool = attached_tool() if cuda else ""
         if tool:
             raise DeviceError(f"{tool} is attached, and CUPTI serves one tool at a time", fix="run without that tool")
-    except BaseException:
+        yield
+    finally:
         _CLAIMED.release()
-        raise
-
-
-def release_profiler() -> None:
-    """Release what was claimed, after the profiler has stopped; once for each claim."""
-    _CLAIMED.release()
 
 
 @contextmanager
@@ -194,7 +185,7 @@ def _raw_event(event: Any) -> RawEvent:
 
 
 @contextmanager
-def quiet_kineto() -> Iterator[None]:
+def _quiet_kineto() -> Iterator[None]:
     """Keep a profiler that is started inside from writing to stderr.
 
     Kineto writes its progress there unless this variable, read when it first starts, says not to.

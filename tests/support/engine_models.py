@@ -11,19 +11,9 @@ import torch
 from torch import nn
 
 from nimble_core import Nimble, Options
+from tests.support.modules import Deep, Wide
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-class Branches(nn.Module):
-    """Independent branches, each with results that have to stay its own."""
-
-    def __init__(self, branches: int = 3, features: int = 8) -> None:
-        super().__init__()
-        self.branches = nn.ModuleList(nn.Linear(features, features) for _ in range(branches))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack([branch(x).tanh() * (i + 1) for i, branch in enumerate(self.branches)]).sum(0)
 
 
 class InPlace(nn.Module):
@@ -37,21 +27,7 @@ class InPlace(nn.Module):
         return {"made": made * 2, "top": made.max(1).values}
 
 
-class Residual(nn.Module):
-    """One call after the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-        self.norm = nn.LayerNorm(8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + layer(x).relu()
-        return self.norm(x)
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {"branches": Branches, "in place": InPlace, "residual": Residual}
+MODELS: dict[str, Callable[[], nn.Module]] = {"branches": lambda: Wide(3, 8), "in place": InPlace, "deep": Deep}
 
 
 OPTIONS = (

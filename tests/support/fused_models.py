@@ -17,21 +17,6 @@ from nimble_core.compiler import pipeline
 from nimble_core.compiler.inductor import compile_graph
 from nimble_core.ir.program import Program
 
-__all__ = [
-    "DEVICES",
-    "MODELS",
-    "Attention",
-    "Residual",
-    "Tower",
-    "compiler_broken",
-    "engine",
-    "fused",
-    "made",
-    "mistaken",
-    "programs",
-    "quick",
-]
-
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.filterwarnings("ignore")])]
 """Values of a parameter ``device``; on a GPU compilers warn of their own affairs."""
 

@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ITERATIONS", "ZERO_US", "cpu_op", "event", "kernel", "runtime", "training_loop", "write_trace"]
-
 ZERO_US = 4431416465264.0
 """Where the profiler's clock stands when the loop begins: large, as it is in real traces."""
 

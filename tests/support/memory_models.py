@@ -11,8 +11,6 @@ from nimble_core.ir.program import Access, Call, Program, Role, Storage, TensorR
 from nimble_core.ir.schedule import Schedule, stream_neighbours
 from nimble_core.scheduling.memory_planner import MemoryPlan
 
-__all__ = ["happens_before", "program_of", "run_on_tagged_bytes", "tensor_programs"]
-
 
 def program_of(
     steps: Sequence[tuple[Sequence[int], Sequence[int]]],

@@ -9,8 +9,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-__all__ = ["Attributes", "Busy", "Deep", "Norms", "Shared", "Square", "Wide", "add_into", "scaled_add", "values"]
-
 
 def values(*shape: int) -> torch.Tensor:
     return torch.randn(*shape)

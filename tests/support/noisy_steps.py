@@ -11,8 +11,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-__all__ = ["NETS", "Attention", "Convolutions", "Step", "Transformer"]
-
 
 class Residual(nn.Module):
     """Two convolutions with BatchNorms beside the identity."""

@@ -11,8 +11,6 @@ from pathlib import Path
 from nimble_core.profiling.nvtx import DOMAIN, call_name, whole_name
 from nimble_viz.render.report import Report
 
-__all__ = ["PID", "TID", "Profile", "Ran", "profile_of", "write_export"]
-
 PID = 281_474_976_710_656 + (4321 << 24)
 TID = PID + 4321
 

@@ -13,8 +13,6 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-__all__ = ["Heard", "Spoken", "built", "events", "listened", "ranges"]
-
 ROOT = Path(__file__).parents[2]
 
 

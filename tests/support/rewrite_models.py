@@ -23,26 +23,6 @@ from nimble_core.tracing.recorded import Recorded, record_static
 from nimble_core.tracing.recording import issuing
 from nimble_core.tracing.signature import Signature
 
-__all__ = [
-    "HOST",
-    "Drawn",
-    "Effects",
-    "claimed",
-    "copied",
-    "drawn_models",
-    "eager_effects",
-    "effects",
-    "fake_timer",
-    "lifted",
-    "live",
-    "recorded",
-    "results_are_padded",
-    "same",
-    "strides_that_matter",
-    "targets",
-    "unchanged_by",
-]
-
 HOST = torch.device("cpu")
 
 Code = list[tuple[str, int, int, int]]

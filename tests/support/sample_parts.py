@@ -26,30 +26,6 @@ from nimble_viz.report.data import (
     SourceLines,
 )
 
-__all__ = [
-    "BRANCH",
-    "COST_NS",
-    "DEPTH",
-    "FLOPS",
-    "GPU",
-    "OUT",
-    "SPLIT",
-    "Edges",
-    "choice",
-    "draws",
-    "eager_run",
-    "environment_of",
-    "flops_of",
-    "fused_call",
-    "fused_candidates",
-    "longest_path",
-    "memory_of",
-    "nimble_plan",
-    "program_of_blocks",
-    "replay_run",
-    "sources_of",
-]
-
 DEPTH = 3
 BRANCH = ("aten.addmm.default", "aten.gelu.default", "aten.native_layer_norm.default")
 SPLIT, _JOIN = "aten.convolution.default", "aten.cat.default"

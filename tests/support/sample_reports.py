@@ -45,22 +45,6 @@ from tests.support.sample_parts import (
     sources_of,
 )
 
-__all__ = [
-    "CASES",
-    "HOSTILE",
-    "RENDERED",
-    "busy_report",
-    "choice",
-    "fused_report",
-    "old_report",
-    "plan_report",
-    "profile_report",
-    "sample_report",
-    "tangled_report",
-    "timed",
-    "training_report",
-]
-
 HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=1>&\u2028\"'<!--"
 """A name that tries everything to leave its place in a page."""
 

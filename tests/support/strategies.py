@@ -8,8 +8,6 @@ from nimble_core.ir.call_graph import CallGraph, graph_from_edges
 from nimble_core.ir.costs import Costs
 from nimble_core.ir.program import Access, Call, Program, Role, Storage, TensorRef
 
-__all__ = ["costs_for", "dags", "programs", "windows"]
-
 STORAGE_ELEMENTS = 24
 ITEMSIZE = 2
 

@@ -12,8 +12,6 @@ from nimble_core.api.train_step import TrainStep
 from nimble_core.scheduling.options import Options
 from nimble_core.tracing.recorded import Recorded
 
-__all__ = ["Chaotic", "Remembering", "Wrong", "recorded_step"]
-
 
 class Chaotic(nn.Module):
     """The tent map, again and again: each time differences grow by 1.9, and gradients in size."""

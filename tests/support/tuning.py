@@ -20,8 +20,6 @@ from nimble_core.tracing.recorded import Recorded, Stopwatch, check_inputs, reco
 from nimble_core.utils.errors import DeviceError
 from tests.support.models import Wide
 
-__all__ = ["LikeCuda", "Noisy", "NoisyHost", "Watched", "by_name", "recorded", "tuning"]
-
 
 class Watched(FakeDevice):
     """Keeps count of what is open; engines of some policies can be made wrong or impossible."""

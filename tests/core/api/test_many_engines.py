@@ -97,7 +97,7 @@ def switching() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:.*runs in eager")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("locked", [False, True])
-@pytest.mark.parametrize("name", ["branches", "residual"])
+@pytest.mark.parametrize("name", ["branches", "deep"])
 def test_threads_train_one_engine(name: str, locked: bool, device: str) -> None:
     """Each thread has inputs of its own.
 
@@ -160,7 +160,7 @@ def test_backwards_of_eight_threads_add_up(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_closing_waits_for_the_run_and_later_runs_are_refused(device: str) -> None:
     model = made("branches", device)
-    other, rest = Nimble(model, OPTIONS[1]).prepare(drawn(device)), made("residual", device)
+    other, rest = Nimble(model, OPTIONS[1]).prepare(drawn(device)), made("deep", device)
     remaining = Nimble(rest, OPTIONS[1]).prepare(drawn(device))
     executable = other.engines[0].executable
     refused: list[str] = []

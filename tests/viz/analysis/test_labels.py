@@ -27,7 +27,7 @@ from nimble_viz.analysis.provenance import (
     module_of,
 )
 from nimble_viz.analysis.summary import summary, verdict
-from nimble_viz.render.html import plain_summary
+from nimble_viz.render.dashboard_views import Views, summary_html
 from nimble_viz.render.report import Report
 from nimble_viz.render.text import plain_text
 from nimble_viz.render.verdicts import Rules, diff, gate
@@ -89,7 +89,7 @@ def written(report: Report, other: Report) -> Iterator[str]:
     cells = [row[key] for row in tables["speed"] for key in ("eager", "single")]
     cells += [row["ratio"] for row in tables["peers"]] + [row["single"] for row in tables["candidates"]["rows"]]
     yield from (f"{cell['text']} {cell['interval']}" for cell in cells if cell)
-    yield re.sub(r"Concurrency there is: [\d.]+x", "", plain_summary(report))
+    yield re.sub(r"Concurrency there is</th><td>[\d.]+x", "", summary_html(Views(report)))
     yield plain_text(report, 200).split("\n\n")[0]
     found = diff(other, report)
     yield found.to_text(200).split("\n\n")[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import fields
 
 import pytest
 from hypothesis import given
@@ -32,11 +31,6 @@ expressions = st.recursive(
 @given(st.lists(expressions, max_size=5), st.sampled_from([" ", "  ", "\t"]))
 def test_expressions_need_no_quotes(parts: list[str], space: str) -> None:
     assert split(space.join(parts)) == parts
-
-
-@given(st.lists(expressions, max_size=4))
-def test_quotes_change_nothing(parts: list[str]) -> None:
-    assert split(" ".join(f'"{part}"' for part in parts)) == parts
     assert split(" ".join(f'mask="{part}"' for part in parts)) == [f"mask={part}" for part in parts]
 
 
@@ -100,25 +94,11 @@ def test_bad_usage_is_an_input_error(line: str) -> None:
         (" model x --fuse ", "", ["auto", "none", "library", "inductor"]),
         (" --fuse=in", "in", ["inductor"]),
         (" m x --policy cr", "cr", ["critical_path"]),
-        (" m x --no-s", "--no-s", ["--no-strict"]),
         (" m x --no-strict o", "o", []),
-        (" mod", "mod", []),
+        (" m x --against eager-tuned,cuda", "cuda", ["cuda-graph"]),
     ],
 )
 def test_completions(before: str, fragment: str, found: list[str]) -> None:
+    import torch  # noqa: F401  without it no peer is offered: Tab does not wait for an import
+
     assert complete(comparing(), before) == (fragment, found)
-
-
-def test_every_option_completes_and_is_explained() -> None:
-    for parser in (comparing(), profiling()):
-        shown = parser.format_help()
-        for field in fields(Options):
-            flag = "--" + field.name.replace("_", "-")
-            assert flag in complete(parser, f" {flag}")[1]
-            assert flag in shown
-
-
-def test_peers_complete_by_name_behind_a_comma() -> None:
-    import torch  # noqa: F401  without it nothing is offered: Tab does not wait for an import
-
-    assert complete(comparing(), " m x --against eager-tuned,cuda") == ("cuda", ["cuda-graph"])

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nimble_core.torch_compat.private import Private, all_entries
 from nimble_viz.cli.command import main
-from nimble_viz.cli.doctor import Diagnosis, Finding, examine
-from nimble_viz.cli.doctor_checks import CHECKS
+from nimble_viz.cli.doctor import CHECKS, Diagnosis, Finding, examine
 from tests.support.hidden import hiding
 
 ROOT = Path(__file__).parents[3]
@@ -56,6 +56,14 @@ def here() -> Diagnosis:
     return examine()
 
 
+def test_the_process_is_as_it_was(here: Diagnosis) -> None:
+    """Once ``here`` has imported the packages, some of which set variables."""
+    before = torch.get_rng_state(), torch.is_grad_enabled(), torch.get_num_threads(), dict(os.environ)
+    examine()
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (torch.is_grad_enabled(), torch.get_num_threads(), dict(os.environ)) == before[1:]
+
+
 def test_this_machine(here: Diagnosis) -> None:
     found = {one.feature: one for one in here.findings}
     assert here.exit_code == 0
@@ -63,15 +71,6 @@ def test_this_machine(here: Diagnosis) -> None:
     for feature in ("torch", "replay", "report files", "terminal", "replay timeline"):
         assert found[feature].state == "works", found[feature]
     assert "equal to eager" in found["replay"].why
-
-
-def test_it_leaves_the_process_as_it_was() -> None:
-    import torch
-
-    before = torch.get_rng_state(), torch.is_grad_enabled(), torch.get_num_threads(), dict(os.environ)
-    examine()
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert (torch.is_grad_enabled(), torch.get_num_threads(), dict(os.environ)) == before[1:]
 
 
 @pytest.mark.gpu
@@ -85,9 +84,8 @@ def test_a_gpu(here: Diagnosis) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("variable", ["NSYS_PROFILING_SESSION_ID", "NV_COMPUTE_PROFILER_PERFWORKS_DIR"])
-def test_a_tool_that_watches_the_gpu(variable: str) -> None:
-    code, found = states(**{variable: "1"})
+def test_a_tool_that_watches_the_gpu() -> None:
+    code, found = states(NSYS_PROFILING_SESSION_ID="1")
     assert code == 0
     assert found["replay timeline"] == found["eager profile"] == "fallback"
 
@@ -111,18 +109,6 @@ def test_nothing_at_all_is_installed() -> None:
         "terminal",
     }
     assert found["kept plans"] == "works"
-    done = doctor(before=hiding([*ALWAYS, *SOMETIMES]))
-    assert done.returncode == 1
-    assert done.stdout.startswith("Broken: torch, replay, report files, terminal; ")
-    assert "the package torch is not installed" in done.stdout
-
-
-@pytest.mark.parametrize("missing", [*ALWAYS, *SOMETIMES])
-def test_one_package_is_missing(missing: str) -> None:
-    # Without torch beside it: most checks then take milliseconds.
-    code, found = states(before=hiding([missing, "torch"]))
-    assert code == 1
-    assert found["torch"] == "broken"
 
 
 RAISING = """
@@ -136,8 +122,7 @@ sys.meta_path.insert(0, Breaking())
 
 
 @pytest.mark.parametrize(
-    "error",
-    ["OSError('libfoo.so: cannot open')", "RuntimeError('CUDA driver\\ntoo old')", "SystemExit(3)", "KeyError()"],
+    "error", ["OSError('libfoo.so: cannot open')", "RuntimeError('CUDA driver\\ntoo old')", "SystemExit(3)"]
 )
 def test_packages_that_break_on_import(error: str) -> None:
     names = ("torch", "nvtx", "graphviz", "ipykernel", "pandas", "plotly.graph_objects", "msgspec")
@@ -166,26 +151,20 @@ def test_a_program_that_hangs_or_fails(tmp_path: Path, monkeypatch: pytest.Monke
     assert (found.state, found.why) == ("fallback", f"{dot} drew nothing")
 
 
-def test_text_and_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], here: Diagnosis) -> None:
-    monkeypatch.setattr("nimble_viz.cli.doctor.examine", lambda: here)
-    assert main(["doctor"]) == 0
-    shown = capsys.readouterr().out
-    assert main(["doctor", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    for one in told["findings"]:
-        assert one["feature"] in shown
-    assert told["verdict"] == here.verdict
-
-
-def test_every_finding_is_shown() -> None:
+def test_text_and_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     findings = tuple(
         Finding("Running", f"feature {state}", state, "why", "what to do")  # type: ignore[arg-type]
         for state in ("works", "fallback", "off", "broken")
     )
-    found = Diagnosis(findings)
-    assert (found.exit_code, Diagnosis(findings[:3]).exit_code) == (1, 0)
+    monkeypatch.setattr("nimble_viz.cli.doctor.examine", lambda: Diagnosis(findings))
+    assert main(["doctor"]) == 1
+    shown = capsys.readouterr().out
+    assert main(["doctor", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
     for one in findings:
-        assert f"  {one.state:<8}  {one.feature}: why\n            -> what to do\n" in found.to_text()
+        assert f"  {one.state:<8}  {one.feature}: why\n            -> what to do\n" in shown
+    assert [one["feature"] for one in told["findings"]] == [one.feature for one in findings]
+    assert shown.startswith(told["verdict"])
 
 
 def test_a_check_that_nobody_thought_of_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,14 +185,11 @@ def test_each_private_name_of_torch_has_a_row(monkeypatch: pytest.MonkeyPatch) -
     assert [one.feature for one in found.internals] == [entry.name.replace(":", ".") for entry in entries]
     assert {one.state for one in found.internals} <= {"works", "off"}
     assert found.to_text().count("\n") < 10, "one line for all that are as they should be"
-    assert json.loads(found.to_json())["internals"][0]["feature"] == found.internals[0].feature
-
     monkeypatch.setattr(Private, "find", lambda self: None)
     found = examine()
     states = {entry.name: one.state for entry, one in zip(entries, found.internals, strict=True)}
     assert states["torch._C:_will_engine_execute_node"] == "broken"
     assert states["torch._C:_current_autograd_node"] == "fallback"
-    assert found.exit_code == 1
     assert "torch._C._will_engine_execute_node" in found.verdict
     text = found.to_text()
     assert "calls of a backward have the source line of the call before" in text
@@ -221,8 +197,6 @@ def test_each_private_name_of_torch_has_a_row(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_another_profiler_is_left_alone() -> None:
-    import torch
-
     with torch.profiler.profile() as theirs:
         found = {one.feature: one for one in examine().findings}["eager profile"]
         torch.ones(2).exp()

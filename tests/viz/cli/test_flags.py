@@ -33,19 +33,3 @@ def test_flags_take_what_the_fields_do() -> None:
     assert (given.fuse, given.max_streams, given.memory_limit, given.strict) == ("library", 4, None, True)
     with pytest.raises(SystemExit):
         parser.parse_args(["--fuse", "everything"])
-
-
-def test_help_is_that_of_the_docstring() -> None:
-    def documented() -> None:
-        """Does something.
-
-        Args:
-            first: one line, with ``code``.
-            second: two
-                lines: no more.
-
-        Raises:
-            ValueError: never.
-        """
-
-    assert argument_help(documented.__doc__ or "") == {"first": "one line, with code.", "second": "two lines: no more."}

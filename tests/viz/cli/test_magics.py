@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import atexit
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
-import nimble_viz
 from nimble_core.utils.errors import CaptureError, InputError
 from nimble_viz.render.report import Report
 from tests.repository.test_readme import blocks
-
-interactiveshell = pytest.importorskip("IPython.core.interactiveshell", reason="needs IPython: make test installs it")
 
 PREPARED = """
 import torch
@@ -41,20 +36,6 @@ model = Net().eval()
 x = torch.randn(4, 8)
 m = torch.ones(4, 16)
 """
-
-
-@pytest.fixture
-def shell() -> Iterator[Any]:
-    from traitlets.config import Config
-
-    main = sys.modules["__main__"]  # which a shell replaces by its own, and what starts processes asks
-    shell = interactiveshell.InteractiveShell(config=Config(HistoryManager={"enabled": False}))
-    shell.run_line_magic("colors", "nocolor")
-    yield shell
-    sys.modules["__main__"] = main
-    # reset(), which IPython calls at exit, collects garbage: over a second for each shell.
-    atexit.unregister(shell.atexit_operations)
-    shell.user_ns.clear()
 
 
 @pytest.fixture
@@ -86,12 +67,8 @@ def registered(shell: Any) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     "steps",
     [
-        "load unload",
         "load load unload unload",
-        "unload load unload",
-        "reload unload",
-        "load reload reload unload",
-        "reload load reload unload reload unload",
+        "unload load reload reload unload load unload",
     ],
 )
 def test_loads_and_unloads_in_any_order(shell: Any, steps: str) -> None:
@@ -104,21 +81,12 @@ def test_loads_and_unloads_in_any_order(shell: Any, steps: str) -> None:
     assert registered(shell) == before == (None, None, None)
 
 
-def test_hooks_called_directly_are_safe_too(shell: Any) -> None:
-    nimble_viz.unload_ipython_extension(shell)
-    nimble_viz.load_ipython_extension(shell)
-    nimble_viz.load_ipython_extension(shell)
-    assert len(shell.Completer.custom_matchers) == 1
-    nimble_viz.unload_ipython_extension(shell)
-    assert registered(shell) == (None, None, None)
-
-
 # -- %nimble -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "inputs",
-    ["x", "torch.randn(4, 8)", '"torch.randn(4, 8)"', "x mask=m", "x mask='m > 0'", "*(x,) **dict(mask=m)", "x,"],
+    ["torch.randn(4, 8)", "x mask='m > 0'", "*(x,) **dict(mask=m)", "x,"],
 )
 def test_the_value_is_the_report(run: Any, inputs: str) -> None:
     result = run(f"%nimble model {inputs} --tune off --fuse none")
@@ -134,7 +102,8 @@ def test_options_reach_compare_and_a_name_is_bound(run: Any, shell: Any) -> None
     report = shell.user_ns["report"]
     assert [plan.policy for plan in report.schedules] == ["single"]
     assert [peer.name for peer in report.peers] == ["eager-tuned"]
-    assert run("again = %nimble model x --tune off\nagain.model").result == "Net"
+    again = "def f(local):\n    again = %nimble model local --tune off\n    return again\nf(x).batch"
+    assert run(again).result == 4
 
 
 def test_policies_and_peers_of_the_users_own(run: Any, shell: Any) -> None:
@@ -156,11 +125,6 @@ def test_training_is_compared_with_keywords_of_compare(run: Any) -> None:
     assert "backward" in {call.phase for call in result.result.program.calls}
 
 
-def test_names_of_a_function_are_seen(run: Any) -> None:
-    result = run("def f(local):\n    report = %nimble model local --tune off\n    return report\nf(x).batch")
-    assert result.result == 4
-
-
 @pytest.mark.parametrize("magic", ["%nimble -h", "%nimble model --help", "%%nimble -h\nran = 1"])
 def test_help_is_printed_and_nothing_runs(run: Any, shell: Any, magic: str) -> None:
     result = run(magic)
@@ -173,20 +137,14 @@ def test_help_is_printed_and_nothing_runs(run: Any, shell: Any, magic: str) -> N
 @pytest.mark.parametrize(
     ("line", "kind", "said"),
     [
-        ("%nimble", InputError, "required: MODEL, INPUT"),
         ("%nimble model", InputError, "required: INPUT"),
-        ("%nimble model x --fuse all", InputError, "invalid choice"),
         ("%nimble model x --policy none", InputError, "no policy 'none'"),
-        ("%nimble model x --max-streams 0", InputError, "less than 1"),
         ("%nimble model x --against nobody", InputError, "nobody"),
         ("%nimble model (x", InputError, "never closed"),
         ("%nimble model a=x x", InputError, "positional argument follows"),
         ("%nimble lambda x", InputError, "not a Python expression"),
-        ("%nimble model 3", InputError, "tensor"),
         ("%nimble modle x", NameError, "'modle' is not defined"),
-        ("%nimble model torch.randn(-1)", RuntimeError, "negative dimension"),
         ("%nimble dynamic x", CaptureError, "to do:"),
-        ("%%nimble --tune\nran = 1", InputError, "expected one argument"),
         ("%%nimble\nran = 1\nran = = 2", InputError, "line 3"),
     ],
 )
@@ -313,9 +271,6 @@ def test_a_model_of_torchs_modules_alone_comes_from_the_line_of_the_cell(
 @pytest.mark.parametrize(
     ("typed", "found"),
     [
-        ("%nimble model x --fu", {"--fuse"}),
-        ("%nimble model x --fuse ", {"auto", "none", "library", "inductor"}),
-        ("%nimble model x --fuse=a", {"auto"}),
         ("report = %nimble model x --tune o", {"off"}),
         ("%%nimble --no-", {"--no-capture", "--no-strict"}),
         ("%nimble mod", {"model"}),
@@ -330,30 +285,3 @@ def test_tab_completes(run: Any, shell: Any, typed: str, found: set[str], jedi: 
     assert offered == found
     with provisionalcompleter():
         assert not {one.text for one in shell.Completer.completions("--fu", 4)} & {"--fuse"}
-
-
-# -- a kernel ------------------------------------------------------------------------------------------------------
-
-
-def test_in_a_kernel_with_interrupts() -> None:
-    nbclient = pytest.importorskip("nbclient", reason="needs nbclient: make test installs it")
-    nbformat = pytest.importorskip("nbformat", reason="needs nbformat: make test installs it")
-    loop = "for step in range(1000):\n    y = model(x)\n    if step == 50:\n        os.kill(os.getpid(), signal.SIGINT)"
-    cells = [
-        "%load_ext nimble_viz" + PREPARED,
-        "%nimble model x -o report --tune off",
-        "%nimble modle x",
-        f"%%nimble\nimport os, signal\n{loop}",
-        "from torch.nn.modules.module import _global_forward_hooks as hooks\nprint(len(hooks), step, report.model)",
-        "%reload_ext nimble_viz\n%unload_ext nimble_viz\nget_ipython().find_magic('nimble') is None",
-    ]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    nbclient.NotebookClient(notebook, timeout=120, allow_errors=True).execute()
-    shown, message, stopped, printed, last = (cell.outputs for cell in notebook.cells[1:])
-    assert "<iframe" in shown[-1].data["text/html"]
-    assert [one.ename for one in message] == ["NameError"]
-    assert len(message[0].traceback) == 1
-    assert stopped[-1].ename == "KeyboardInterrupt"
-    assert "nimble_viz" not in "".join(stopped[-1].traceback)
-    assert printed[0].text == "0 50 Net\n"
-    assert last[-1].data["text/plain"] == "True"

@@ -11,8 +11,8 @@ from importlib import resources
 import pytest
 
 from nimble_viz.analysis.summary import verdict
-from nimble_viz.render.html import embed_json, fragment, page, plain_summary
-from tests.support.sample_reports import CASES, HOSTILE, RENDERED, fused_report, sample_report
+from nimble_viz.render.html import embed_json, fragment, page
+from tests.support.sample_reports import CASES, HOSTILE, RENDERED, sample_report
 
 
 class _Tags(HTMLParser):
@@ -62,7 +62,7 @@ def test_fragment_is_a_sandboxed_frame_with_readable_text():
     assert frame["sandbox"] == "allow-scripts"
     assert _unpacked(frame["srcdoc"]) == page(report)
     outside = text.split("</iframe>")[1]
-    assert html.escape(verdict(report)) in outside
+    assert html.escape(verdict(report)) in " ".join(outside.split())
     assert "<details open>" in outside
     assert "<pre>" in outside
 
@@ -98,22 +98,3 @@ def test_embedded_json_cannot_end_its_element(value):
     assert "\u2028" not in text
     assert "\u2029" not in text
     assert json.loads(text) == {value: value}
-
-
-def test_plain_summary_shows_the_four_counts():
-    text = plain_summary(sample_report(60))
-    assert verdict(sample_report(60)) in text
-    for word in ("full ", "MEG ", "planned ", "emitted ", "Critical path"):
-        assert word in text
-    assert "tried opara: " in text
-    assert "outputs differ from eager's" in text
-    assert "streams are worth it" in text
-    assert "emitted not read" in plain_summary(sample_report(60, device="cpu"))
-
-
-def test_plain_summary_shows_peers_and_the_distance_to_the_limit():
-    text = plain_summary(fused_report())
-    assert "peer tensorrt: no time, not installed: no module named 'tensorrt'" in text
-    assert "ours: no difference from it (1.00x to 1.01x), prepared in 24.0 s" in text
-    assert "of the limit" in text
-    assert "peer " not in plain_summary(sample_report(60))

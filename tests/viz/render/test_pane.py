@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import re
 from pathlib import Path
 
@@ -48,23 +47,6 @@ def test_a_view_is_printed_by_itself(case: str) -> None:
     assert {section.splitlines()[0] for section in whole - shown} <= {"Hottest lines"}
 
 
-@pytest.mark.parametrize(
-    ("name", "title"),
-    [
-        ("summary", "Speed"),
-        ("overhead", "Framework overhead of the eager run"),
-        ("dag", "Concurrency"),
-        ("timeline", "Timelines"),
-        ("syncs", "Streams and synchronisations"),
-    ],
-)
-def test_a_view_says_what_its_name_says(name: str, title: str) -> None:
-    text = str(sample_report(20).pane(name))
-    assert f"\n\n{title}" in text
-    assert ("\n\nEnvironment\n" in text) == (name == "summary")
-    assert ("\n\nTimelines\n" in text) == (name == "timeline")
-
-
 def sections(text: str) -> set[str]:
     """Title and body of each: what begins at the left margin below an empty line."""
     return {part.rstrip() for part in re.split(r"\n\n(?=\S)", text)[1:]}
@@ -73,19 +55,3 @@ def sections(text: str) -> set[str]:
 def test_what_a_view_is_called() -> None:
     with pytest.raises(InputError, match=r"no view .sources.(.|\n)*timeline"):
         sample_report(3).pane("sources")
-
-
-@pytest.mark.parametrize("case", [case for case in RENDERED if "thousand" not in case])
-@pytest.mark.parametrize("name", ["source", "memory"])
-def test_a_notebook_shows_it(case: str, name: str) -> None:
-    bundle = RENDERED[case]().pane(name)._repr_mimebundle_()
-    assert set(bundle) == {"text/plain", "text/html"}
-    assert "not shown in full" not in bundle["text/plain"]
-    assert "<iframe" in html.unescape(bundle["text/html"])
-
-
-def test_a_display_does_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nimble_viz.render.pane.fragment", lambda *_: 1 / 0)
-    bundle = sample_report(3).source()._repr_mimebundle_()
-    assert "ZeroDivisionError" in bundle["text/plain"]
-    assert "text/html" not in bundle

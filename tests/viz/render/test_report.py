@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from nimble_core.ir.measurement import ratio
 from nimble_core.utils.errors import InputError
-from nimble_viz import load
 from nimble_viz.render.report import Report
 from nimble_viz.report.data import PeerResult
 from tests.support.sample_reports import CASES, sample_report
@@ -38,24 +36,6 @@ def test_display_survives_text_that_cannot_be_made(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("nimble_viz.render.pane.plain_text", broken)
     assert "<Report of 'SampleNet': 60 calls, 3 measurements>" in sample_report()._repr_mimebundle_()["text/plain"]
-
-
-def test_repr_is_short() -> None:
-    assert repr(sample_report(1_000)) == "<Report of 'SampleNet': 1000 calls, 3 measurements>"
-
-
-def test_to_html_writes_a_whole_page(tmp_path: Path) -> None:
-    path = sample_report().to_html(tmp_path / "report.html")
-    assert path.read_text(encoding="utf-8").lower().startswith("<!doctype html>")
-
-
-def test_to_text_is_as_wide_as_asked() -> None:
-    assert max(map(len, sample_report().to_text(70).splitlines())) <= 70
-
-
-def test_a_loaded_report_says_the_same(tmp_path: Path) -> None:
-    report = sample_report()
-    assert load(report.save(tmp_path / "r.nimble")).to_text(80) == report.to_text(80)
 
 
 def test_lookup_by_name() -> None:

@@ -7,12 +7,9 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from nimble_core.ir.costs import uniform_costs
 from nimble_core.ir.program import Origin
 from nimble_core.ir.schedule import SyncCounts
 from nimble_core.utils.units import format_ns
@@ -51,6 +48,7 @@ def test_the_verdict_comes_first(case: str) -> None:
 
 def test_all_sections_of_a_full_report() -> None:
     text = plain_text(sample_report(60, stable=False), 100)
+    assert "(unstable)" in text
     for title in (
         "Speed (float16, batch 1, NVIDIA H200)",
         "Equality with eager",
@@ -66,20 +64,6 @@ def test_all_sections_of_a_full_report() -> None:
         "Warnings",
     ):
         assert f"\n\n{title}" in text
-
-
-def test_sections_with_nothing_to_say_are_left_out() -> None:
-    text = plain_text(sample_report(60, overhead=False, complete=False, device="cpu"))
-    for title in ("Framework overhead", "Host synchronisations", "Equality with", "Device memory"):
-        assert f"\n{title}" not in text
-
-
-def test_the_four_counts_stand_side_by_side() -> None:
-    report = sample_report()
-    plan = replace(report.schedules[1], counts=SyncCounts(1111, 222, 33, 4))
-    text = plain_text(replace(report, schedules=(report.schedules[0], plan)), 80)
-    assert re.search(r"full +MEG +planned +emitted", text)
-    assert re.search(r"nimble replay +\d+ +1,111 +222 +33 +4\n", text)
 
 
 def test_whether_emitted_keeps_the_promise_is_said_and_ends_are_counted_apart() -> None:
@@ -135,13 +119,6 @@ def test_what_fused_calls_stand_for_and_how_far_the_limit_is() -> None:
     assert "stand for" not in plain_text(sample_report(), 100)
 
 
-def test_an_error_against_float64_is_called_that() -> None:
-    text = words(plain_text(fused_report(), 100))
-    assert re.search(r"nimble replay \(inductor\) equal 2\.6e-04 1\.0e-03", text)
-    assert "error against the model in float64, where eager's own is 2.3e-04; against eager 3.1e-04" in text
-    assert "float64" not in plain_text(sample_report(), 100)
-
-
 def test_concurrency_and_what_streams_are_worth() -> None:
     text = words(plain_text(sample_report(), 120))
     assert "Width of the DAG 4" in text
@@ -164,14 +141,12 @@ def test_a_plan_claims_nothing_that_would_need_a_run() -> None:
     assert "worth it?" not in text
 
 
-def test_ratios_carry_their_interval_and_runs_their_doubt() -> None:
-    report = sample_report(stable=False)
-    ratio = report.ratio("nimble")
+def test_ratios_carry_their_interval() -> None:
+    ratio = sample_report().ratio("nimble")
     assert ratio is not None
-    text = plain_text(report, 120)
+    text = plain_text(sample_report(), 120)
     assert f"{ratio.value:.2f}x" in text
     assert f"[{ratio.low:.2f}, {ratio.high:.2f}]" in text
-    assert "(unstable)" in text
 
 
 def test_a_check_that_failed_is_not_called_equal() -> None:
@@ -214,11 +189,6 @@ def test_without_a_profile_the_hottest_lines_are_those_of_the_replay_and_without
     assert "forward and backward together" in words(plain_text(training_report(), 80))
 
 
-def test_costs_that_were_not_measured_are_not_shown_as_times() -> None:
-    text = plain_text(replace(sample_report(6), costs=uniform_costs(6)), 80)
-    assert re.search(r"- convolution in encoder.layer.0.stem\n", text)
-
-
 def test_markup_and_escapes_in_names_are_only_text() -> None:
     report = sample_report(6)
     origin = (Origin("aten.add", "[red]layer[/nothing]\x1b[2J\u202e"),)
@@ -230,13 +200,6 @@ def test_markup_and_escapes_in_names_are_only_text() -> None:
     assert "[red]layer[/nothing]\N{REPLACEMENT CHARACTER}[2J" in screen.getvalue()
     assert "\x1b]" not in screen.getvalue()
     assert "\x1b[2J" not in screen.getvalue()
-
-
-@given(st.text(max_size=40))
-def test_any_name_can_be_printed(name: str) -> None:
-    text = plain_text(sample_report(2, model=name), 80)
-    text.encode()
-    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f]", text)
 
 
 def test_colours_only_on_a_terminal() -> None:

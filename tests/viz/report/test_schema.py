@@ -60,14 +60,6 @@ def test_what_the_types_refuse_does_not_keep_to_it(tmp_path: Path, place: tuple[
     assert [list(error.absolute_path) for error in validator().iter_errors(tree)] == [list(place)]
 
 
-def test_every_field_of_a_report_is_described() -> None:
-    types = report_schema()["$defs"]
-    missing = [name for name, field in types["ReportData"]["properties"].items() if "description" not in field]
-    assert missing == []
-    assert all(one["description"] for one in types.values())
-    assert types["Call"]["properties"]["index"]["description"] == "position in ``Program.calls``."
-
-
 def test_fields_are_the_same_as_those_saved(tmp_path: Path) -> None:
     tree = json.loads(gzip.decompress(fused_report(12).save(tmp_path / "r.nimble").read_bytes()))
     assert set(tree["report"]) == set(report_schema()["$defs"]["ReportData"]["properties"])

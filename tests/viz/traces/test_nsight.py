@@ -15,7 +15,7 @@ import nimble_viz.traces.nsight
 from nimble_core.utils.errors import ReportFileError
 from nimble_viz.traces.nsight import Created, NamedRange, read_export
 from tests.support.nsys_exports import PID, TID, Profile, Ran, profile_of, write_export
-from tests.support.sample_reports import HOSTILE, sample_report
+from tests.support.sample_reports import sample_report
 
 NODE = (8 << 32) + 5
 ONE = Profile([Ran("gemm", 100, 130, 13, 77, NODE)], {77: (TID, 90)})
@@ -73,19 +73,10 @@ def replace_ranges(profile: Profile, *ranges: tuple[int, int, int, str]) -> Prof
     return replace(profile, ranges=list(ranges))
 
 
-@pytest.mark.parametrize(
-    "table",
-    [
-        "CUPTI_ACTIVITY_KIND_MEMCPY",
-        "CUPTI_ACTIVITY_KIND_MEMSET",
-        "CUPTI_ACTIVITY_KIND_RUNTIME",
-        "CUDA_GRAPH_NODE_EVENTS",
-        "NVTX_EVENTS",
-        "TARGET_INFO_GPU",
-    ],
-)
-def test_tables_are_written_when_there_is_something_in_them(tmp_path: Path, table: str) -> None:
-    assert len(read_export(write_export(tmp_path / "p.sqlite", ONE, without=[table])).replays) == 1
+def test_tables_are_written_when_there_is_something_in_them(tmp_path: Path) -> None:
+    activities = ("CUPTI_ACTIVITY_KIND_MEMCPY", "CUPTI_ACTIVITY_KIND_MEMSET", "CUPTI_ACTIVITY_KIND_RUNTIME")
+    without = (*activities, "CUDA_GRAPH_NODE_EVENTS", "NVTX_EVENTS", "TARGET_INFO_GPU")
+    assert len(read_export(write_export(tmp_path / "p.sqlite", ONE, without=without)).replays) == 1
 
 
 def test_columns_that_older_versions_do_not_write(tmp_path: Path) -> None:
@@ -122,7 +113,6 @@ def test_names_with_marks_of_addresses(tmp_path: Path) -> None:
     ("content", "said"),
     [
         (b"", "not an SQLite database"),
-        (b"PK\x03\x04 nsys", "not an SQLite"),
         (b"SQLite format 3\0" + b"x" * 99, "damaged"),
     ],
 )
@@ -133,12 +123,6 @@ def test_what_is_no_database(tmp_path: Path, content: bytes, said: str) -> None:
         read_export(path)
     assert str(path) in error.value.where
     assert "nsys export --type sqlite" in error.value.fix
-
-
-def test_another_database(tmp_path: Path) -> None:
-    path = changed(tmp_path / "p.sqlite", "CREATE TABLE users (id INTEGER)")
-    with pytest.raises(ReportFileError, match="not an export of Nsight Systems"):
-        read_export(path)
 
 
 def test_graphs_traced_as_a_whole_name_the_option(tmp_path: Path) -> None:
@@ -155,8 +139,6 @@ def test_graphs_traced_as_a_whole_name_the_option(tmp_path: Path) -> None:
     ("statement", "said"),
     [
         ("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET end = start - 1", "from 100 to 99"),
-        ("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET start = 'soon'", "from 'soon' to 130"),
-        ("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET end = 1e300", "to 1e\\+300"),
         ("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET end = 9223372036854775807", "to 9223372036854775807"),
         ("ALTER TABLE CUPTI_ACTIVITY_KIND_KERNEL DROP COLUMN end", "there is no column end"),
     ],
@@ -173,7 +155,6 @@ def test_what_is_damaged_inside(tmp_path: Path, statement: str, said: str) -> No
         ["UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET demangledName = 'x', shortName = -4, gridX = 'many', streamId = 'x'"],
         ["UPDATE StringIds SET value = x'ff00fe'"],
         ["UPDATE CUPTI_ACTIVITY_KIND_RUNTIME SET nameId = 999, start = 'never'"],
-        ["UPDATE NVTX_EVENTS SET end = 'x', globalTid = 1.5"],
     ],
 )
 def test_what_is_no_number_is_none(tmp_path: Path, statements: list[str]) -> None:
@@ -193,11 +174,6 @@ def test_views_and_generated_columns_are_not_run(tmp_path: Path) -> None:
         read_export(path)
     changed(path, "DROP TABLE CUPTI_ACTIVITY_KIND_MEMSET")
     assert read_export(path).ranges == ()
-
-
-def test_text_is_only_text(tmp_path: Path) -> None:
-    path = write_export(tmp_path / "p.sqlite", replace_ranges(ONE, (TID, 1, 2, HOSTILE)))
-    assert [one.text for one in read_export(path).ranges] == [HOSTILE]
 
 
 def test_a_string_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
