@@ -13,16 +13,7 @@ from nimble_core.tracing.input_windows import require_same_windows, windows_of
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        lambda x: x.t_(),
-        lambda x: x.unsqueeze_(0),
-        lambda x: x.resize_(2, 2),
-        lambda x: x.set_(torch.ones(3, 3)),
-        lambda x: x.as_strided_((2, 2), (3, 1), 1),
-        lambda x: setattr(x, "data", torch.ones(3, 3)),
-    ],
-    ids=["t_", "unsqueeze_", "resize_", "set_", "as_strided_", "data"],
+    "change", [lambda x: x.as_strided_((2, 2), (3, 1), 1), lambda x: setattr(x, "data", torch.ones(3, 3))]
 )
 def test_another_window_is_refused_by_name(change: Callable[[torch.Tensor], object]) -> None:
     tensors = [torch.ones(2), torch.ones(3, 3)]

@@ -40,17 +40,6 @@ def counted_in_a_dict(net: Net, x: torch.Tensor) -> torch.Tensor:
     return net.layer(x) * net.state["n"]
 
 
-def takes_turns(net: Net, x: torch.Tensor) -> torch.Tensor:
-    net.n = (net.n + 1) % 4
-    return net.layer(x)[:, net.n]
-
-
-def average_by_count(net: Net, x: torch.Tensor) -> torch.Tensor:
-    net.n += 1
-    net.mean.lerp_(x.mean(0), 1 / net.n)
-    return net.layer(x)
-
-
 def set_up_by_the_first_input(net: Net, x: torch.Tensor) -> torch.Tensor:
     if not net.ready:
         net.ready = True
@@ -82,8 +71,6 @@ def made_beside_an_average(net: Net, x: torch.Tensor) -> torch.Tensor:
 REFUSED: dict[Forward, str] = {
     counted: "n",
     counted_in_a_dict: "state",
-    takes_turns: "n",
-    average_by_count: "n",
     set_up_by_the_first_input: "ready",
     grows: "kept",
 }
@@ -125,21 +112,6 @@ def test_what_only_the_first_run_makes_may_be_made_by_each_replay(run: Forward, 
         with torch.no_grad():
             assert torch.equal(replayed(x), eager(x))
     assert torch.equal(net.mean, eager.mean)
-
-
-def test_who_changes_no_attribute_is_recorded_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nimble_core.runtime.host.device import HostDevice
-
-    runs: list[int] = []
-    real = HostDevice.record
-
-    def record(*args: object, **kwargs: object) -> object:
-        runs.append(1)
-        return real(*args, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(HostDevice, "record", record)
-    Nimble(nn.Linear(4, 4).eval(), Options(fuse="none", tune="off")).prepare(torch.randn(2, 4))
-    assert len(runs) == 2
 
 
 @pytest.mark.gpu

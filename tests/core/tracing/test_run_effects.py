@@ -56,17 +56,6 @@ def test_memory_given_to_the_models_own_tensors_is_put_back_and_noted(error: Exc
         assert same(owned(model), was)
 
 
-def test_memory_given_to_an_input_is_refused_and_put_back() -> None:
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        x.data = x * 2
-        return x + 1
-
-    x = torch.ones(3)
-    with pytest.raises(NotStaticError, match=r"the shape or the memory of args\[0\] in place"):
-        recorded(forward, x)
-    assert x.tolist() == [1, 1, 1]
-
-
 def test_what_a_forward_changed_is_in_the_notes() -> None:
     drawn, carried, note = recorded(Busy().train(), torch.randn(4, 3)).program.notes
     assert "draws from Python's random:" in drawn
@@ -110,14 +99,11 @@ def flatten_weights(net: Replacing, new: torch.Tensor) -> None:
 CARRIED: dict[str, tuple[Callable[[Replacing, torch.Tensor], object], str]] = {
     "another": (lambda net, new: setattr(net, "average", net.average * 0.9 + new), "buffer average"),
     "other memory": (lambda net, new: setattr(net.average, "data", net.average * 0.9 + new), "buffer average"),
-    "by way of a copy": (lambda net, new: setattr(net, "average", net.average.clone() + new), "buffer average"),
-    "counted": (lambda net, new: setattr(net, "average", net.average + 1), "buffer average"),
     "exchanged": (swap, "buffer average"),
     "reset to another": (
         lambda net, new: (net.average + new, setattr(net, "average", torch.ones_like(new))),
         "buffer average",
     ),
-    "zeros by chance": (lambda net, new: setattr(net, "average", net.average * 0.9), "buffer average"),
     "plain": (lambda net, new: setattr(net, "state", net.state * 0.9 + new), "attribute state"),
     "from numpy": (
         lambda net, new: setattr(net, "average", net.average * torch.from_numpy(net.other.numpy())),
@@ -130,7 +116,6 @@ NOT_CARRIED: dict[str, tuple[Callable[[Replacing, torch.Tensor], object], str]] 
     "in place": (lambda net, new: net.average.mul_(0.9).add_(new), ""),
     "never read": (lambda net, new: setattr(net, "average", new), "average"),
     "converted": (lambda net, new: setattr(net, "average", net.average.double()), "average"),
-    "a view of itself": (lambda net, new: setattr(net, "average", net.average.view(1, 4)), "average"),
     "moved together": (flatten_weights, "average.data, other.data"),
     "first made": (lambda net, new: setattr(net, "later", new), "later"),
     "reset": (lambda net, new: (net.average + new, setattr(net, "average", torch.zeros_like(new))), "average"),

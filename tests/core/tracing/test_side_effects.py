@@ -319,7 +319,6 @@ class Checkpointed(nn.Module):
     ("how", "where"),
     [
         (lambda block: block, "checkpoint of block"),
-        (lambda block: partial(block.__call__), "checkpoint of block"),
         (lambda block: lambda x: block(x), "checkpoint of <lambda>, test_side_effects.py:"),
     ],
 )

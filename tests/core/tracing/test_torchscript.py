@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nimble_core import Nimble, Options
-from nimble_core.tracing.torchscript import forget_compiled, operator_by_operator, scripted_parts
+from nimble_core.tracing.torchscript import forget_compiled, operator_by_operator
 
 
 @torch.jit.script
@@ -113,13 +113,6 @@ def test_other_threads_go_on_optimising() -> None:
         other.join()
     assert told == [True]
     assert torch._C._get_graph_executor_optimize()
-
-
-def test_scripted_parts_are_modules_functions_and_the_model_itself() -> None:
-    inside = Inside()
-    assert inside.part in scripted_parts(inside)
-    assert scripted_parts(buckets) == [buckets]
-    assert scripted_parts(torch.nn.Linear(2, 2)) == []
 
 
 @pytest.mark.gpu
