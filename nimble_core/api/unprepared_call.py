@@ -7,7 +7,7 @@ from typing import Any
 
 from nimble_core.api.call_mistakes import input_hint
 from nimble_core.api.engine import Engine
-from nimble_core.tracing.signature_mismatch import nearest
+from nimble_core.tracing.signature import nearest
 from nimble_core.tracing.step_wrapper import Around
 from nimble_core.utils.errors import InputError
 

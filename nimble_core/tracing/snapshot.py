@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nimble_core.tracing.plain_values import is_plain
+from nimble_core.tracing.structure import is_plain
 
 __all__ = ["Change", "Changes", "Snapshot"]
 

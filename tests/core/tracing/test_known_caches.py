@@ -12,8 +12,8 @@ import transformers
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from nimble_core import CaptureError, InputError, Nimble, Options
-from nimble_core.tracing.known_caches import is_cache
 from nimble_core.tracing.pytree import flatten, reader
+from nimble_core.tracing.structure import is_cache
 
 WORDS = 64
 DECODER: dict[str, Any] = {
