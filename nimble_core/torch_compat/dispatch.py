@@ -56,7 +56,6 @@ __all__ = [
     "UnsupportedOperatorException",
     "conjugated",
     "current_mode",
-    "current_modes",
     "foreach_add_",
     "foreach_copy_",
     "foreach_kernels",
@@ -69,7 +68,6 @@ __all__ = [
     "modes_off",
     "negated",
     "no_torch_function",
-    "pop_mode",
     "pop_stack",
     "push_stack",
     "pytree",
@@ -80,8 +78,6 @@ __all__ = [
 
 _dispatch = "torch.utils._python_dispatch"
 current_mode: Callable[[], Any] = function(f"{_dispatch}:_get_current_dispatch_mode", "know the mode in force")
-current_modes: Callable[[], Any] = function(f"{_dispatch}:_get_current_dispatch_mode_stack", "know all modes in force")
-pop_mode: Callable[..., Any] = function(f"{_dispatch}:_pop_mode", "take modes that a failed run left out of force")
 push_stack: Callable[[Any], None] = function(
     "torch._C:_push_on_torch_dispatch_stack", "put a mode in force in C, which an interrupt cannot leave half done"
 )

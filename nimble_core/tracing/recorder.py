@@ -24,13 +24,9 @@ import torch
 from nimble_core.ir.program import Call, Program
 from nimble_core.torch_compat.dispatch import TorchDispatchMode, pytree
 from nimble_core.tracing import unread_values
-from nimble_core.tracing.call_origins import CallOrigins
-from nimble_core.tracing.call_runner import CallRunner
-from nimble_core.tracing.call_writer import CallWriter, Operation
-from nimble_core.tracing.host_reads import HandedOut, HostReads
-from nimble_core.tracing.host_work import FreshConstants, HostWork
-from nimble_core.tracing.input_windows import KeptWindows, require_same_windows, windows_of
-from nimble_core.tracing.kernel_calls import KernelCalls
+from nimble_core.tracing.call_writer import CallRunner, CallWriter, KernelCalls, Operation
+from nimble_core.tracing.host_reads import FreshConstants, HandedOut, HostReads, HostWork
+from nimble_core.tracing.input_memory import KeptWindows, require_same_windows, windows_of
 from nimble_core.tracing.kernel_launches import launches_seen, relative_window
 from nimble_core.tracing.operator_traits import (
     INDEXED,
@@ -47,32 +43,32 @@ from nimble_core.tracing.operator_traits import (
     written_tensors,
     written_where_true,
 )
-from nimble_core.tracing.phase import current_phase
 from nimble_core.tracing.pytree import flatten
-from nimble_core.tracing.recording import Recording, flat_tensors, places_of
+from nimble_core.tracing.recording import Recording, Rewritten, flat_tensors, places_of
 from nimble_core.tracing.recording_contexts import (
     autocast_cache_cleared,
+    current_phase,
     followed_states,
     raise_or_note,
     refusals_noted,
     tensors_lifted_first,
     thread_recording,
 )
-from nimble_core.tracing.rewritten import Rewritten
 from nimble_core.tracing.rng_state import alone, state_of
 from nimble_core.tracing.run_effects import (
+    EMPTY_STRIDED,
     changed_values,
     notes_of,
     replaced_tensors,
     require_none_replaced,
     require_reads_kept,
+    unfilled_read,
 )
-from nimble_core.tracing.run_log import NodeCounter, RunLog
+from nimble_core.tracing.run_log import CallOrigins, NodeCounter, RunLog
 from nimble_core.tracing.side_effects import Guard, preserved
 from nimble_core.tracing.signature import Signature
 from nimble_core.tracing.tensor_escapes import exports_seen, host_copies_seen, readings_seen
 from nimble_core.tracing.torchscript import operator_by_operator
-from nimble_core.tracing.unfilled_memory import EMPTY_STRIDED, unfilled_read
 from nimble_core.utils.errors import CaptureError, NimbleError, NotStaticError
 from nimble_core.utils.gc_pause import collector_paused
 

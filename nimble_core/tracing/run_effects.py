@@ -1,8 +1,8 @@
-"""What a run changes in its model, such as tensors that it replaces, and which changes no replay can repeat."""
+"""What a run does that no replay can repeat: tensors it replaces, attributes it changes, memory it did not fill."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,17 +13,53 @@ from nimble_core.tracing.operator_traits import has_memory, owned_tensors, stora
 from nimble_core.tracing.recording import Held
 from nimble_core.tracing.run_log import RunLog
 from nimble_core.tracing.side_effects import Change, Changes
-from nimble_core.tracing.unfilled_memory import reads_nothing
 from nimble_core.utils.errors import NotStaticError
 
 __all__ = [
+    "EMPTY_STRIDED",
     "Replaced",
     "changed_values",
     "notes_of",
+    "reads_nothing",
     "replaced_tensors",
     "require_none_replaced",
     "require_reads_kept",
+    "unfilled_read",
 ]
+
+EMPTY_STRIDED = torch.ops.aten.empty_strided.default
+"""The host step that makes all memory without content."""
+
+
+def unfilled_read(log: RunLog, outputs: Set[int]) -> str:
+    """Say where memory is read that no call has filled, as a C++ extension may have; empty if nowhere.
+
+    Not where the content may not matter: templates, what is added zero times, what a mask leaves out.
+
+    Args:
+        log: of a run on the host.
+        outputs: storages of the outputs.
+    """
+    storage_of = log.table.storage_of
+    blank = {storage_of[step.outputs[0]] for step in log.steps if step.func is EMPTY_STRIDED and 0 not in step.args[0]}
+    for call in log.calls if blank else ():
+        written = {ref.storage for ref in call.writes}
+        if blank & {ref.storage for ref in call.reads} - written and not reads_nothing(call):
+            return f"before {call}: it reads memory that no call has filled"
+        blank -= written
+    return "an output is memory that no call has filled" if blank & outputs else ""
+
+
+def reads_nothing(call: Call) -> bool:
+    """Return whether the content of a tensor that a call takes may not matter."""
+    never_added = any(name == "beta" and text in ("0", "0.0") for name, text in call.arguments)
+    return (
+        not call.reads
+        or never_added
+        or call.label.startswith(("new_", "masked_", "where"))
+        or call.label.endswith("_like")
+    )
+
 
 _COPIES = (
     "aten._to_copy.default",

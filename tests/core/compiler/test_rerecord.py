@@ -16,8 +16,7 @@ from nimble_core.ir.call_graph import build_graph
 from nimble_core.ir.program import Origin
 from nimble_core.runtime.host.device import HostDevice
 from nimble_core.tracing.recorder import record
-from nimble_core.tracing.recording import Issuer, Recording, issuing
-from nimble_core.tracing.rewritten import Rewritten
+from nimble_core.tracing.recording import Issuer, Recording, Rewritten, issuing
 from tests.core.compiler.passes.test_every_pass import SEQUENCES, rewrite_all
 from tests.support.rewrite_models import (
     Drawn,

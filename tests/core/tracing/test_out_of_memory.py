@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nimble_core import DeviceError, Nimble, Options, TrainStep
-from nimble_core.tracing.out_of_memory import memory_explained
+from nimble_core.tracing.provenance import memory_explained
 from nimble_viz import compare
 
 

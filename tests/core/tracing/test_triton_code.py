@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nimble_core.tracing.triton_code import kernel_roles, reaches_elsewhere, waits_first
+from nimble_core.tracing.kernel_launches import kernel_roles, reaches_elsewhere, waits_first
 from tests.support.launched_kernels import (
     BY_ADDRESS,
     BY_TABLE,

@@ -23,7 +23,7 @@ from nimble_core.compiler.to_fx import CALL_PREFIX, calls_of, drop_unused, lift,
 from nimble_core.ir.call_graph import build_graph
 from nimble_core.ir.program import TensorRef
 from nimble_core.runtime.host.device import HostDevice
-from nimble_core.tracing.rewritten import Rewritten
+from nimble_core.tracing.recording import Rewritten
 from tests.support.rewrite_models import (
     claimed,
     lifted,

@@ -1,4 +1,4 @@
-"""An input that the forward gives another window is refused; one that has its own again is not."""
+"""Inputs that the forward reshapes in place, or that share memory with one that it writes, are refused."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from nimble_core import Nimble, NotStaticError, TrainStep
-from nimble_core.tracing.input_windows import require_same_windows, windows_of
+from nimble_core import InputError, Nimble, NotStaticError, Options, TrainStep
+from nimble_core.tracing.input_memory import require_same_windows, windows_of
 
 
 @pytest.mark.parametrize(
@@ -65,3 +65,53 @@ def test_every_way_to_prepare_refuses_it_and_puts_it_back(prepare: Callable[[tor
     with pytest.raises(NotStaticError, match=f"the memory of {name} in place"):
         prepare(x)
     assert (x.shape, x.stride()) == ((4, 4), (1, 4))
+
+
+QUICK = Options(fuse="none", tune="off")
+
+
+def adds(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    a.add_(1)
+    return b * 2
+
+
+@pytest.mark.parametrize("policy", ["single", "nimble"])
+def test_inputs_that_share_memory_are_refused_before_anything_is_written(policy: str) -> None:
+    net = Nimble(adds, Options(fuse="none", policy=policy)).prepare(torch.randn(3, 3), torch.randn(3, 3))
+    s, z = torch.randn(4, 3), torch.randn(3, 3)
+    for a, b in ((z, z), (z, z.t()), (s[:3], s[1:])):
+        before = s.clone(), z.clone()
+        with pytest.raises(InputError, match=r"args\[0\], which the model writes.*args\[1\][\s\S]*clone"):
+            net(a, b)
+        assert torch.equal(s, before[0])
+        assert torch.equal(z, before[1])
+    expected = s[1:] * 2
+    torch.testing.assert_close(net(s[:3].clone(), s[1:]), expected)
+    net.close()
+
+
+def test_inputs_that_are_only_read_may_share_memory() -> None:
+    net = Nimble(torch.add, QUICK).prepare(torch.randn(3, 3), torch.randn(3, 3))
+    z = torch.randn(3, 3)
+    torch.testing.assert_close(net(z, z.t()), z + z.t())
+    assert net.engines[0].apart is None
+    net.close()
+
+
+def test_a_module_prepared_for_training_refuses_them_too() -> None:
+    class Adds(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(3, 3)
+
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            a.add_(1)
+            return self.linear(b)
+
+    net = Nimble(Adds(), QUICK).prepare(torch.randn(3, 3), torch.randn(3, 3), training=True)
+    z = torch.randn(3, 3)
+    before = z.clone()
+    with pytest.raises(InputError, match="shares memory"):
+        net(z, z)
+    assert torch.equal(z, before)
+    net.close()
