@@ -30,7 +30,6 @@ from nimble_core.utils.errors import CaptureError
 __all__ = [
     "FIXED_SHAPE",
     "ON_DEVICE",
-    "TO_HOST",
     "WAITS",
     "FreshConstants",
     "HandedOut",
@@ -43,7 +42,7 @@ __all__ = [
 WAITS = "the host would have to wait for the device, and a replay cannot"
 ON_DEVICE = "compute it on the device, or pass it as an input"
 FIXED_SHAPE = "use a form with a fixed shape (torch.where, a mask, a size argument)"
-TO_HOST = "copies from the device to the host", "keep the tensor on the device, or copy it outside the model"
+_TO_HOST = "copies from the device to the host", "keep the tensor on the device, or copy it outside the model"
 
 _CHOOSE = "compute both and choose: torch.where(condition, a, b)"
 _WRITES_WHERE_TRUE = (
@@ -84,7 +83,7 @@ def reason_to_wait(
             return "has an output whose shape depends on data", FIXED_SHAPE
         return _WRITES_WHERE_TRUE if away else None  # on the host, nobody waits: the result's shape is known
     if away and copies_to_host(func, flat_tensors([*args, *kwargs.values()]), args, kwargs):
-        return TO_HOST
+        return _TO_HOST
     return None
 
 
@@ -388,13 +387,6 @@ class HandedOut:
                 self._reads.read(tensor, where)
         elif has_memory(tensor) and self._log.on_host:
             self._note(where, frame)
-
-    def copied_to_host(self, tensor: torch.Tensor, frame: FrameType) -> None:
-        """Refuse a copy to the host of what follows the inputs, where the host stands in for the device."""
-        if self._table.storage(tensor) not in self._table.constant:
-            raise CaptureError(
-                f"the model {TO_HOST[0]}: {WAITS}", where=self._log.origins.where("a copy", frame), fix=TO_HOST[1]
-            )
 
     def written_by_torch(self, storage: int) -> None:
         """Note that a call has written a storage."""

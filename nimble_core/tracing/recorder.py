@@ -67,7 +67,7 @@ from nimble_core.tracing.run_effects import (
 from nimble_core.tracing.run_log import CallOrigins, NodeCounter, RunLog
 from nimble_core.tracing.side_effects import Guard, preserved
 from nimble_core.tracing.signature import Signature
-from nimble_core.tracing.tensor_escapes import exports_seen, host_copies_seen, readings_seen
+from nimble_core.tracing.tensor_escapes import exports_seen, readings_seen
 from nimble_core.tracing.torchscript import operator_by_operator
 from nimble_core.utils.errors import CaptureError, NimbleError, NotStaticError
 from nimble_core.utils.gc_pause import collector_paused
@@ -93,7 +93,6 @@ def record(
     counter: NodeCounter | None = None,
     stand_in: StandIn | None = None,
     rewritten: Rewritten | None = None,
-    remote: bool = False,
 ) -> Recording:
     """Run ``model(*args, **kwargs)`` once and return what it asked of the device.
 
@@ -106,7 +105,6 @@ def record(
         stand_in: for a run on tensors without values (fake ones): ``(func, tensor)`` to what takes the tensor's place
             among the arguments of ``func`` (None for an output of the model).
         rewritten: what to run in the model's place, on the tensors of ``signature``.
-        remote: the host stands in for another device: copies to the host, which are no calls then, are refused too.
 
     Raises:
         CaptureError: a call whose result the host needs, or whose shape depends on data; names it, its module path
@@ -120,7 +118,7 @@ def record(
         windows = windows_of(signature.tensors)
         try:
             with _errors_explained(recorder):
-                with _watched(recorder, remote):
+                with _watched(recorder):
                     result = rewritten.run(*signature.tensors) if rewritten else model(*args, **kwargs)
                 require_same_windows(windows, signature.tensors, signature.paths)
                 if not rewritten:
@@ -145,14 +143,11 @@ def record(
 
 
 @contextmanager
-def _watched(recorder: _Recorder, remote: bool) -> Iterator[None]:
+def _watched(recorder: _Recorder) -> Iterator[None]:
     """Let the recorder see what the model does inside, by the dispatcher or past it."""
     handed_out, runner = recorder.handed_out, recorder.runner
     with ExitStack() as stack:
-        if remote:
-            stack.enter_context(host_copies_seen(handed_out.copied_to_host))
-        else:
-            stack.enter_context(readings_seen(handed_out.listed))
+        stack.enter_context(readings_seen(handed_out.listed))
         if recorder.log.on_host:
             stack.enter_context(exports_seen(handed_out.exported))
         stack.enter_context(unread_values.values_unread(recorder.reads.knows))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nimble_core.tracing.tensor_escapes import exports_seen, host_copies_seen, readings_seen
+from nimble_core.tracing.tensor_escapes import exports_seen, readings_seen
 
 numpy = pytest.importorskip("numpy", reason="needs numpy: make test installs it")
 
@@ -56,18 +56,3 @@ def test_numbers_are_read_where_a_mode_is_active_and_not_to_print_them() -> None
             x.tolist()
     assert len(found) == 1
     assert found[0] is x
-
-
-def test_copies_to_the_host_are_seen_where_they_are_said_to_be() -> None:
-    found: list[torch.Tensor] = []
-    x = torch.ones(2)
-    with host_copies_seen(lambda tensor, frame: found.append(tensor)):
-        x.cpu()
-        x.to("cpu")
-        x.to(device="cpu", dtype=torch.float64)
-        assert len(found) == 3
-        x.to(torch.device("cpu"))
-        x.to(x.device)
-        x.to(torch.float64)
-        x.to(x)
-    assert len(found) == 3
