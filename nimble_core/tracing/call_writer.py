@@ -27,7 +27,7 @@ from nimble_core.tracing.recording_contexts import current_phase
 from nimble_core.tracing.run_log import RunLog
 from nimble_core.utils.errors import CaptureError, NotStaticError, first_line
 
-__all__ = ["CallRunner", "CallWriter", "KernelCalls", "Operation"]
+__all__ = ["CallRunner", "CallWriter", "Operation"]
 
 _NEEDS_VALUES = (
     DataDependentOutputException,
@@ -38,11 +38,7 @@ _NEEDS_VALUES = (
 
 
 class CallRunner:
-    """Runs calls one by one and labels what they allocate.
-
-    Args:
-        log: of the run.
-    """
+    """Runs calls one by one and labels what they allocate."""
 
     def __init__(self, log: RunLog) -> None:
         self._log = log
@@ -128,17 +124,7 @@ def _rnn_with_workspace(*args: Any, **kwargs: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """An operator as it was called.
-
-    Args:
-        func: the operator.
-        traits: its own.
-        args: templates over slots.
-        kwargs: likewise.
-        reads: slots among the arguments.
-        written: tensors that it writes.
-        frame: that calls it.
-    """
+    """An operator as it was called."""
 
     func: Any
     traits: Traits
@@ -154,15 +140,24 @@ class CallWriter:
 
     Args:
         log: where.
+        runner: runs kernels that bypass the dispatcher.
         rewritten: what runs in the model's place, which knows its calls' provenance; None for the model itself.
+        before_write: told of each tensor that such a kernel may write.
 
     Attributes:
         generator: storage that stands for torch's random state; None if no call draws from it.
         windows: which allocations are each call's, under a capture.
     """
 
-    def __init__(self, log: RunLog, rewritten: Rewritten | None) -> None:
+    def __init__(
+        self,
+        log: RunLog,
+        runner: CallRunner,
+        rewritten: Rewritten | None,
+        before_write: Callable[[torch.Tensor], None],
+    ) -> None:
         self._log, self._table, self._rewritten = log, log.table, rewritten
+        self._runner, self._before_write = runner, before_write
         self.generator: int | None = None
         self.windows: list[Window] = []
 
@@ -189,15 +184,7 @@ class CallWriter:
         outputs: tuple[int, ...],
         draws: bool,
     ) -> int:
-        """Add the call of an operator; returns its index.
-
-        Args:
-            operation: as it was called.
-            writes: windows of what it wrote.
-            returned: its results.
-            outputs: their slots, -1 for an argument that is returned.
-            draws: whether it drew random numbers.
-        """
+        """Add the call of an operator; returns its index."""
         table, traits = self._table, operation.traits
         read = [table.refs[slot] for slot in operation.reads]
         wrote = list(writes)
@@ -215,6 +202,42 @@ class CallWriter:
             origins = self._log.origins.owners(traits.text, names) or origins
         texts = argument_texts(traits.arguments, operation.args, operation.kwargs, table.storage_of)
         return self._add(traits.text, texts, accesses, origins, eager)
+
+    def launched(self, launch: Launch, frame: FrameType) -> Any:
+        """Do a launch and write it down; returns its result. Raises CaptureError where tensors have no values."""
+        if not self._log.values:
+            raise CaptureError(
+                f"kernel {launch.name} cannot be planned without launching it",
+                where=self._log.origins.where(launch.name, frame),
+                fix="wrap it with torch.library.triton_op, or measure with compare(...)",
+            )
+        self._log.note_unseen_nodes(frame)
+        with modes_off():
+            return self._launched(launch, frame)
+
+    def _launched(self, launch: Launch, frame: FrameType) -> Any:
+        table, accesses = self._log.table, list[Access]()
+        for name, tensor in (*zip(launch.names, launch.args, strict=False), *launch.kwargs.items()):
+            if isinstance(tensor, torch.Tensor):
+                reads, writes = launch.roles.get(name, (True, True))
+                if reads:
+                    accesses.append(Access(table.ref(tensor), write=False))
+                if writes:
+                    accesses.append(Access(table.ref(tensor), write=True))
+                    self._before_write(tensor)
+        slots: list[int] = []
+        template = tuple(table.templates(launch.args, slots))
+        keywords = tuple((name, table.template(value, slots)) for name, value in launch.kwargs.items())
+        unseen = self._log.unseen.count
+        result = self._runner.run(launch.launch, launch.args, dict(launch.kwargs), frame)
+        if self._log.counter and not self._log.new_nodes():
+            return result  # a grid of nothing
+        if self._log.unseen.count > unseen:
+            return result  # as if its launcher were not known: addresses among its arguments are others in each run
+        call = self.kernel(launch, accesses, frame)
+        self.window(self._runner.label, ())
+        self.step(launch.launch, template, keywords, (), (), slots, call)
+        return result
 
     def kernel(self, launch: Launch, accesses: Sequence[Access], frame: FrameType) -> int:
         """Add the call of a kernel that bypasses the dispatcher; returns its index."""
@@ -275,55 +298,3 @@ class CallWriter:
             self.generator = self._table.add_storage(Storage(0, "generator", "default generator"))
         ref = TensorRef(self.generator, 0, (1,), (1,), "uint8", 1)
         return [Access(ref, write=False), Access(ref, write=True)]
-
-
-class KernelCalls:
-    """Launches kernels in the place of their launchers, and has them written down.
-
-    Args:
-        log: of the run.
-        runner: runs them.
-        writer: writes them down.
-        before_write: told of each tensor that one may write.
-    """
-
-    def __init__(
-        self, log: RunLog, runner: CallRunner, writer: CallWriter, before_write: Callable[[torch.Tensor], None]
-    ) -> None:
-        self._log, self._runner, self._writer, self._before_write = log, runner, writer, before_write
-
-    def launched(self, launch: Launch, frame: FrameType) -> Any:
-        """Do a launch and write it down; returns its result. Raises CaptureError where tensors have no values."""
-        if not self._log.values:
-            raise CaptureError(
-                f"kernel {launch.name} cannot be planned without launching it",
-                where=self._log.origins.where(launch.name, frame),
-                fix="wrap it with torch.library.triton_op, or measure with compare(...)",
-            )
-        self._log.note_unseen_nodes(frame)
-        with modes_off():
-            return self._launched(launch, frame)
-
-    def _launched(self, launch: Launch, frame: FrameType) -> Any:
-        table, accesses = self._log.table, list[Access]()
-        for name, tensor in (*zip(launch.names, launch.args, strict=False), *launch.kwargs.items()):
-            if isinstance(tensor, torch.Tensor):
-                reads, writes = launch.roles.get(name, (True, True))
-                if reads:
-                    accesses.append(Access(table.ref(tensor), write=False))
-                if writes:
-                    accesses.append(Access(table.ref(tensor), write=True))
-                    self._before_write(tensor)
-        slots: list[int] = []
-        template = tuple(table.templates(launch.args, slots))
-        keywords = tuple((name, table.template(value, slots)) for name, value in launch.kwargs.items())
-        unseen = self._log.unseen.count
-        result = self._runner.run(launch.launch, launch.args, dict(launch.kwargs), frame)
-        if self._log.counter and not self._log.new_nodes():
-            return result  # a grid of nothing
-        if self._log.unseen.count > unseen:
-            return result  # as if its launcher were not known: addresses among its arguments are others in each run
-        call = self._writer.kernel(launch, accesses, frame)
-        self._writer.window(self._runner.label, ())
-        self._writer.step(launch.launch, template, keywords, (), (), slots, call)
-        return result

@@ -64,15 +64,7 @@ _FIX_BY_FILE = {
 def reason_to_wait(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str, frame: FrameType
 ) -> tuple[str, str] | None:
-    """Say why the host waits for this call, and what to do instead; None if it does not.
-
-    Args:
-        func: the operator.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        device: type of the device that is recorded.
-        frame: that calls it.
-    """
+    """Say why the host waits for this call, and what to do instead; None if it does not."""
     traits, away = traits_of(func), device != "cpu"
     if traits.looks or (away and traits.name == "aten::_linalg_check_errors"):
         condition = isinstance(args[0], torch.Tensor) and args[0].dtype is torch.bool
@@ -99,11 +91,7 @@ def experts_fix(frame: FrameType) -> str:
 
 
 class FreshConstants:
-    """Constants that each run makes anew, as ``torch.tensor`` does. One that is written has to start anew in replays.
-
-    Args:
-        log: of the run.
-    """
+    """Constants that each run makes anew, as ``torch.tensor`` does; replays start one that is written anew."""
 
     def __init__(self, log: RunLog) -> None:
         self._log, self._table = log, log.table
@@ -141,12 +129,7 @@ class FreshConstants:
 
 
 class HostWork:
-    """Operators on host tensors alone while a device is recorded. Every input is on the device: results are constants.
-
-    Args:
-        log: of the run.
-        fresh: where constants go that were made here.
-    """
+    """Operators on host tensors alone while a device is recorded: results are constants, since inputs lie there."""
 
     def __init__(self, log: RunLog, fresh: FreshConstants) -> None:
         self._log, self._table, self._fresh = log, log.table, fresh
@@ -220,13 +203,7 @@ _NONZERO = torch.ops.aten.nonzero.default
 
 
 class HostReads:
-    """Reads on the host of values that every run finds, since they come from the model's own tensors and constants.
-
-    Args:
-        log: of the run.
-        fresh: constants that each run makes anew.
-        work: takes what is found as constants.
-    """
+    """Reads on the host of values that every run finds, since they come from the model's own tensors and constants."""
 
     def __init__(self, log: RunLog, fresh: FreshConstants, work: HostWork) -> None:
         self._log, self._table, self._fresh, self._work = log, log.table, fresh, work

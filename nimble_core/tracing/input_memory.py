@@ -32,11 +32,7 @@ def require_same_windows(before: Sequence[Shown], tensors: Sequence[torch.Tensor
 
 
 class KeptWindows:
-    """Windows of tensors as they are now, to be given back to tensors that a run gives other ones.
-
-    Args:
-        tensors: with their names.
-    """
+    """Windows of tensors as they are now, to be given back to tensors that a run gives other ones."""
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._before = [(name, tensor, tensor.detach()) for name, tensor in tensors]
@@ -59,11 +55,6 @@ class Apart:
 
     Recorded calls are ordered, and their memory is planned, for inputs that do not. Interleaved windows of one tensor
     count as sharing it.
-
-    Args:
-        tensors: inputs as they were at preparation.
-        written: positions of those that are written.
-        names: what users call the inputs.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], written: Sequence[int], names: Sequence[str]) -> None:

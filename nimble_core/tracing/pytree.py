@@ -83,12 +83,7 @@ def flatten(
 
 
 class _Splitter:
-    """Splits one value.
-
-    Args:
-        of_run: whether a run returned it.
-        caches: places of the caches among the inputs, by id.
-    """
+    """Splits one value."""
 
     def __init__(self, of_run: bool, caches: Mapping[int, Any]) -> None:
         self.tensors: list[torch.Tensor] = []

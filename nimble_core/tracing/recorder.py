@@ -24,7 +24,7 @@ import torch
 from nimble_core.ir.program import Call, Program
 from nimble_core.torch_compat.dispatch import TorchDispatchMode, pytree
 from nimble_core.tracing import unread_values
-from nimble_core.tracing.call_writer import CallRunner, CallWriter, KernelCalls, Operation
+from nimble_core.tracing.call_writer import CallRunner, CallWriter, Operation
 from nimble_core.tracing.host_reads import FreshConstants, HandedOut, HostReads, HostWork
 from nimble_core.tracing.input_memory import KeptWindows, require_same_windows, windows_of
 from nimble_core.tracing.kernel_launches import launches_seen, relative_window
@@ -154,7 +154,7 @@ def _watched(recorder: _Recorder) -> Iterator[None]:
         stack.enter_context(operator_by_operator())
         stack.enter_context(tensors_lifted_first())
         stack.enter_context(thread_recording())
-        stack.enter_context(launches_seen(recorder.kernels.launched, runner.running, runner.reached_elsewhere))
+        stack.enter_context(launches_seen(recorder.writer.launched, runner.running, runner.reached_elsewhere))
         stack.enter_context(recorder)
         yield
 
@@ -198,7 +198,6 @@ class _Recorder(TorchDispatchMode):
         calls: list[Call] = []
         self.log = RunLog(signature.device, counter, stand_in is None, CallOrigins(model, calls), calls)
         self.runner = CallRunner(self.log)
-        self._writer = CallWriter(self.log, rewritten)
         fresh = self._fresh = FreshConstants(self.log)
 
         def before_write(tensor: torch.Tensor) -> None:
@@ -207,7 +206,7 @@ class _Recorder(TorchDispatchMode):
 
         # No method of this object: a circle would keep its tensors until Python's collector runs.
         self._before_write = before_write
-        self.kernels = KernelCalls(self.log, self.runner, self._writer, before_write)
+        self.writer = CallWriter(self.log, self.runner, rewritten, before_write)
         self._work = HostWork(self.log, self._fresh)
         self.reads = HostReads(self.log, self._fresh, self._work)
         self.handed_out = HandedOut(self.log, self.reads, guard.before_write)
@@ -231,7 +230,7 @@ class _Recorder(TorchDispatchMode):
 
     def draws_nothing(self) -> bool:
         """Return whether this was a live run in which no call drew random numbers."""
-        return self.log.on_host and self._writer.generator is None
+        return self.log.on_host and self.writer.generator is None
 
     # -- operators -------------------------------------------------------------------------------------------------
 
@@ -351,21 +350,21 @@ class _Recorder(TorchDispatchMode):
             self._unset.update(slot for slot in slots if slot is not None)
         call = None
         if self._reaches_device(operation, list(compress(returned, fresh))):
-            call = self._writer.operator(operation, writes, returned, outputs, draws)
-            self._writer.window(self.runner.label, compress(zip(returned, outputs, strict=True), fresh))
+            call = self.writer.operator(operation, writes, returned, outputs, draws)
+            self.writer.window(self.runner.label, compress(zip(returned, outputs, strict=True), fresh))
         elif not operation.written and returned and all(fresh):
             # Memory without content (empty, empty_like, results of no elements): made from its layout alone, since
             # what it is modelled on may not be there yet.
             for tensor, slot in zip(returned, outputs, strict=True):
                 layout = (tuple(tensor.shape), tensor.stride())
                 options = (("dtype", tensor.dtype), ("device", tensor.device))
-                self._writer.step(EMPTY_STRIDED, layout, options, (slot,), ((),), ())
+                self.writer.step(EMPTY_STRIDED, layout, options, (slot,), ((),), ())
             return
         elif func is _LIFT_FRESH:
             for tensor in returned:
                 self._fresh.add(tensor)
         places = places_of(result)
-        self._writer.step(func, operation.args, operation.kwargs, outputs, places, operation.reads, call)
+        self.writer.step(func, operation.args, operation.kwargs, outputs, places, operation.reads, call)
 
     def _reaches_device(self, operation: Operation, fresh: Sequence[torch.Tensor]) -> bool:
         if self.log.counter:
@@ -402,7 +401,7 @@ class _Recorder(TorchDispatchMode):
             slot, view, template = table.new_slot(tensor), view_form(func), operation.args
             if view is None or view is _AS_STRIDED:
                 view, template = _AS_STRIDED, (template[0], tuple(tensor.shape), tensor.stride())
-            self._writer.step(view, template, (), (slot,), ((),), (own,))
+            self.writer.step(view, template, (), (slot,), ((),), (own,))
         return result
 
     # -- the end ---------------------------------------------------------------------------------------------------
@@ -438,7 +437,7 @@ class _Recorder(TorchDispatchMode):
             written_inputs=self._written_inputs(),
             unseen=log.unseen.count,
             unseen_where=log.unseen.where,
-            asks=log.counter.asks(self._writer.windows) if log.counter else (),
+            asks=log.counter.asks(self.writer.windows) if log.counter else (),
             unset=frozenset(self._unset),
             handed_out=self.handed_out.where,
             refs=tuple(table.refs),
@@ -452,7 +451,7 @@ class _Recorder(TorchDispatchMode):
         self.runner.require_no_caught_error()
         self.log.note_unseen_nodes(None)
         self.handed_out.compare(None, "before the end", None)
-        if self._states and self._writer.generator is not None and not self._states.settled():
+        if self._states and self.writer.generator is not None and not self._states.settled():
             raise _random_state_set("after the last draw of random numbers")
         for tensor in outputs:
             if tensor.device != self.log.device:

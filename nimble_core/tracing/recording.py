@@ -171,10 +171,6 @@ def rewinding(recording: Recording, inputs: Sequence[torch.Tensor]) -> Callable[
 
     Positions in a cache are counters: many replays of one input would count them out of range, which ends the process's
     use of a GPU. Of the model's own tensors only those count that other calls read.
-
-    Args:
-        recording: what is replayed.
-        inputs: the tensors that replays read and write, with the values to put back.
     """
     calls = recording.program.calls
     counters = {recording.program.inputs[at].storage: inputs[at] for at in recording.written_inputs}
@@ -202,12 +198,7 @@ def slots_in(args: Sequence[Any]) -> Iterator[int]:
 
 
 class Issuer:
-    """Runs the steps of one recording over its own tensors.
-
-    Args:
-        recording: what to run.
-        inputs: one tensor per program input, or its corner: the rest is zeros then.
-    """
+    """Runs the steps of one recording over its own tensors. An input may be a corner of what was: the rest is zeros."""
 
     def __init__(self, recording: Recording, inputs: Sequence[torch.Tensor]) -> None:
         self.recording = recording

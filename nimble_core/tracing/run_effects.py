@@ -35,10 +35,6 @@ def unfilled_read(log: RunLog, outputs: Set[int]) -> str:
     """Say where memory is read that no call has filled, as a C++ extension may have; empty if nowhere.
 
     Not where the content may not matter: templates, what is added zero times, what a mask leaves out.
-
-    Args:
-        log: of a run on the host.
-        outputs: storages of the outputs.
     """
     storage_of = log.table.storage_of
     blank = {storage_of[step.outputs[0]] for step in log.steps if step.func is EMPTY_STRIDED and 0 not in step.args[0]}
@@ -71,13 +67,7 @@ _COPIES = (
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """A tensor of the model that a run reads and then replaces.
-
-    Args:
-        what: the tensor, in words.
-        where: the call that makes the new one, or reads the old one.
-        fix: what to do.
-    """
+    """A tensor of the model that a run reads and then replaces."""
 
     what: str
     where: str
@@ -131,11 +121,6 @@ def replaced_tensors(model: Callable[..., Any], changes: Changes, log: RunLog) -
     Without those that no call reads, such as weights that are computed anew; those replaced by a copy, as by
     ``.to(dtype)``, or on the host by the same values made from nothing; and memory that the model still has under a
     name that did not change.
-
-    Args:
-        model: what ran.
-        changes: of its attributes.
-        log: of the run.
     """
     calls, table = log.calls, log.table
     tensors = {name: change for name, change in changes.items() if _are_tensors(change)}
@@ -169,14 +154,7 @@ def replaced_tensors(model: Callable[..., Any], changes: Changes, log: RunLog) -
 
 
 def notes_of(changes: Changes, replaced: Mapping[str, Replaced], drawn: Sequence[str], *, seeds: bool) -> Iterator[str]:
-    """Say what the forward does in Python that replays do not.
-
-    Args:
-        changes: of the model's attributes.
-        replaced: those among them that are of tensors which the run reads.
-        drawn: generators of Python and numpy that it draws from.
-        seeds: whether it sets torch's random state.
-    """
+    """Say what the forward does in Python that replays do not."""
     if seeds:
         yield "the forward sets torch's random state, which a replay does not repeat"
     if drawn:

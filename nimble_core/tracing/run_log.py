@@ -22,12 +22,7 @@ __all__ = ["CallOrigins", "NodeCounter", "RunLog", "Unseen"]
 
 
 class CallOrigins:
-    """Origins of the calls of one run.
-
-    Args:
-        model: whose modules they name.
-        calls: recorded so far; grows.
-    """
+    """Origins of the calls of one run."""
 
     def __init__(self, model: Callable[..., Any], calls: list[Call]) -> None:
         self._modules = module_paths(model)

@@ -343,13 +343,7 @@ def requirements_kept(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterato
 
 
 def _refusal(error: RuntimeError, modules: Mapping[int, str], *, differentiates: bool) -> CaptureError | None:
-    """Return an error with a place and a remedy for what autograd refuses; None for other errors.
-
-    Args:
-        error: the error that a run of the model raised.
-        modules: paths of modules, by id.
-        differentiates: whether the run was of a model and its backward.
-    """
+    """Return an error with a place and a remedy for what autograd refuses; None for other errors."""
     text, frame = str(error), [frame for frame, _ in walk_tb(error.__traceback__)][-1]
     if "leaf Variable that requires grad" in text:
         return CaptureError(

@@ -225,14 +225,7 @@ def _ways(was: Structure | None, now: Structure | None, signature: Signature, te
 
 
 def require_unchanged(structure: Structure, tensors: Sequence[torch.Tensor], inputs: Any, names: Sequence[str]) -> None:
-    """Raise CaptureError if a run changed its inputs other than by writing into tensors.
-
-    Args:
-        structure: structure of the inputs before the run.
-        tensors: tensors of the inputs before the run.
-        inputs: positional and keyword inputs after the run, or another pair.
-        names: names of positional inputs, as in :class:`Signature`.
-    """
+    """Raise CaptureError if a run changed its inputs other than by writing into tensors."""
     after, now = flatten(inputs, what="")
     if found := structure_difference(structure, now):
         path = found.path
@@ -250,11 +243,6 @@ def take_apart(
     args: Args, kwargs: Kwargs, called: Sequence[str] = ()
 ) -> tuple[list[torch.Tensor], Structure, list[str]]:
     """Return the tensors of inputs, the structure of ``(args, kwargs)`` around them, and the tensors' names.
-
-    Args:
-        args: positional inputs.
-        kwargs: keyword inputs.
-        called: names of positional inputs, as in :class:`Signature`.
 
     Raises:
         InputError: as :func:`nimble_core.tracing.pytree.flatten`, with these names.

@@ -42,11 +42,7 @@ Changes = dict[str, Change]
 
 
 class Snapshot:
-    """The attributes of modules and what containers among these hold, to find changes and to undo them.
-
-    Args:
-        modules: by path.
-    """
+    """The attributes of modules and what containers among these hold, to find changes and to undo them."""
 
     def __init__(self, modules: Mapping[str, torch.nn.Module]) -> None:
         self._tables = {path: vars(module) for path, module in modules.items()}

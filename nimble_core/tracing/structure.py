@@ -117,13 +117,7 @@ Structure = Leaf | Constant | Node
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where something is not what it was.
-
-    Args:
-        path: from the value on, ``".held[0]"``.
-        was: what was there, in words.
-        now: what is there now, in words.
-    """
+    """Where something is not what it was."""
 
     path: str
     was: str
