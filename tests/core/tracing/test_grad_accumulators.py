@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -164,36 +163,3 @@ def test_training_refuses_hooks_that_it_would_pass_by() -> None:
     handle.remove()
     step.prepare(x, y)
     step(x, y)
-
-
-# -- leaves of all kinds ---------------------------------------------------------------------------------------------
-
-
-def test_inference_mode_changes_nothing() -> None:
-    weight = leaf(3)
-    kept = (weight * weight).sum()
-    with torch.inference_mode():
-        assert not has_node_hooks(weight)
-        assert held_by_graphs({"weight": weight}) == ["weight"]
-    assert (weight.is_inference(), weight._version) == (False, 0)
-    kept.backward()
-    with torch.inference_mode(), pytest.raises(InputError, match="inference_mode is on"):
-        Nimble(nn.Linear(3, 2), Options(tune="off")).prepare(torch.randn(2, 3), training=True)
-
-
-def made_for_inference() -> nn.Parameter:
-    with torch.inference_mode():
-        return leaf(3)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        made_for_inference,
-        lambda: nn.Parameter(torch.eye(3).to_sparse()),
-    ],
-)
-def test_leaves_that_torch_makes_no_views_of_are_left_alone(make: Callable[[], nn.Parameter]) -> None:
-    weight = make()
-    require_no_node_hooks([("weight", weight)])
-    assert held_by_graphs({"weight": weight}) == []

@@ -96,22 +96,3 @@ def test_inputs_that_are_only_read_may_share_memory() -> None:
     torch.testing.assert_close(net(z, z.t()), z + z.t())
     assert net.engines[0].apart is None
     net.close()
-
-
-def test_a_module_prepared_for_training_refuses_them_too() -> None:
-    class Adds(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = torch.nn.Linear(3, 3)
-
-        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-            a.add_(1)
-            return self.linear(b)
-
-    net = Nimble(Adds(), QUICK).prepare(torch.randn(3, 3), torch.randn(3, 3), training=True)
-    z = torch.randn(3, 3)
-    before = z.clone()
-    with pytest.raises(InputError, match="shares memory"):
-        net(z, z)
-    assert torch.equal(z, before)
-    net.close()

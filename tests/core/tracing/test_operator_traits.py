@@ -128,30 +128,9 @@ def test_only_a_number_at_one_mask_fills(indices: Any, value: torch.Tensor, more
     assert shape_depends_on_data(aten.index_put_.default, args, {}) == (masked and not fills)
 
 
-ATOMS = st.one_of(
-    st.integers(),
-    st.floats(),
-    st.complex_numbers(),
-    st.booleans(),
-    st.none(),
-    st.text("(a'", max_size=3),
-    st.sampled_from([torch.float16, torch.device("cpu"), torch.strided]),
-    st.builds(Slot, st.integers(0, 2)),
-)
-
-
-def described(value: Any) -> str:
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(described, value))}]"
-    return f"%{7 + value.index}" if isinstance(value, Slot) else repr(value)
-
-
-ARGUMENTS = st.recursive(ATOMS, lambda inner: st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple))
-
-
-@given(ARGUMENTS)
-def test_texts_of_any_argument(value: Any) -> None:
-    assert argument_texts(("of",), (value,), (), [7, 8, 9]) == (("of", described(value)),)
+def test_texts_of_arguments_name_the_storages_of_slots() -> None:
+    texts = argument_texts(("tensors", "dim", "out"), ([Slot(0), (Slot(2), 1.5)], -1), (("out", Slot(1)),), [7, 8, 9])
+    assert texts == (("tensors", "[%7, [%9, 1.5]]"), ("dim", "-1"), ("out", "%8"))
 
 
 def test_tensors_that_are_written() -> None:

@@ -51,23 +51,6 @@ def test_an_issuer_uses_its_own_inputs_and_the_models_weights() -> None:
     assert torch.equal(second.outputs()[0], model(y))
 
 
-def test_host_steps_run_only_when_they_are_needed() -> None:
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        y = x.view(-1)
-        x.t()
-        torch.empty(3)
-        return y + 1
-
-    x = torch.randn(2, 2)
-    recording = recorded(forward, x)
-    issuer = Issuer(recording, [x])
-    with issuing("cpu"):
-        issuer.issue(0)
-    made = [slot for slot, tensor in enumerate(issuer.tensors) if tensor is not None]
-    assert len(made) == 3  # the input, its view, the sum
-    assert recording.program.host_steps == 3
-
-
 class Counts(nn.Module):
     """Writes each input behind the last one, at a position of its own."""
 

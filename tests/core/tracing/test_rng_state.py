@@ -112,14 +112,6 @@ def test_a_seed_that_nothing_is_drawn_from_is_noted() -> None:
     assert torch.equal(net(torch.ones(2)), torch.full((2,), 2.0))
 
 
-def test_an_operator_that_is_not_torchs_may_draw_out_of_sight() -> None:
-    library = torch.library.Library("nimble_draws", "FRAGMENT")
-    library.define("noise(Tensor x) -> Tensor")
-    library.impl("noise", lambda x: x + torch.randn(x.shape), "CPU")
-    net = Nimble(lambda x: torch.rand_like(x) + torch.ops.nimble_draws.noise(x) * torch.rand_like(x), QUICK)
-    net.prepare(torch.ones(3))
-
-
 STEPS = st.lists(st.sampled_from(["default", "first", "second", "elsewhere"]), max_size=8)
 
 

@@ -71,17 +71,6 @@ def test_tensors_that_are_given_other_memory_are_what_they_show(steps: list[tupl
     assert same(reissued(recording, [x.clone()], order), right)
 
 
-@pytest.mark.parametrize("complex_", [False, True])
-def test_bits_and_types_given_to_a_tensor(complex_: bool) -> None:
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        y = x * 1
-        y.data = y.conj() if complex_ else y.view(torch.int32)
-        return y + 1
-
-    x = torch.randn(4, dtype=torch.complex64 if complex_ else torch.float32)
-    assert same(reissued(recorded(forward, x), [x * 3]), [forward(x * 3)])
-
-
 def test_an_output_argument_that_is_resized() -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
         return torch.mm(x, x, out=torch.empty(0)) + 1
