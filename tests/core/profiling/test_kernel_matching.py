@@ -176,6 +176,12 @@ def test_launch_shapes_come_from_the_graph_where_activities_have_none() -> None:
     assert unknown.costs.demand == ()
 
 
+def test_copies_are_told_by_kind() -> None:
+    raw = RawGraph((1, 2), ("memcpy", "kernel"), ((0, 1),), (0, 1))
+    runs = [Activity("memcpy", "Memcpy DtoD (Device -> Device)", 0, 4, 7, -1), ran("k", 5, 9)]
+    assert tell_by_order(runs, raw, (Launch(), *named("k")), 1).check.passed
+
+
 @st.composite
 def replayed(draw: st.DrawFn) -> tuple[RawGraph, tuple[Launch, ...], list[Activity], dict[int, int]]:
     """A graph, what its nodes launch, and one replay of it that keeps its order; ids are twice the nodes."""

@@ -42,6 +42,13 @@ def test_settings_follow_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names == sorted(names)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="shows what a machine without a GPU answers")
+def test_cuda_stamp_without_a_gpu_is_empty_but_there() -> None:
+    stamp = environment("cuda")
+    assert stamp.device_name == "unknown GPU"
+    assert finish(stamp) == stamp
+
+
 @pytest.mark.gpu
 def test_cuda_stamp() -> None:
     stamp = finish(environment("cuda"))

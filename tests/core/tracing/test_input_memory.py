@@ -78,8 +78,8 @@ def adds(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("policy", ["single", "nimble"])
 def test_inputs_that_share_memory_are_refused_before_anything_is_written(policy: str) -> None:
     net = Nimble(adds, Options(fuse="none", policy=policy)).prepare(torch.randn(3, 3), torch.randn(3, 3))
-    s, z = torch.randn(4, 3), torch.randn(3, 3)
-    for a, b in ((z, z), (z, z.t()), (s[:3], s[1:])):
+    s, z, m = torch.randn(4, 3), torch.randn(3, 3), torch.randn(17)  # of the last, one element is both of theirs
+    for a, b in ((z, z), (z, z.t()), (s[:3], s[1:]), (m[:9].view(3, 3), m[8:].view(3, 3))):
         before = s.clone(), z.clone()
         with pytest.raises(InputError, match=r"args\[0\], which the model writes.*args\[1\][\s\S]*clone"):
             net(a, b)

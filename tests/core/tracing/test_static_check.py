@@ -179,6 +179,20 @@ def test_another_number_of_calls_is_not_static() -> None:
     check_static(times(3), times(3))
 
 
+def test_another_argument_is_not_static() -> None:
+    x = torch.ones(3)
+    with pytest.raises(NotStaticError, match="other=1 / 2"):
+        check_static(recorded(lambda x: x + 1, x), recorded(lambda x: x + 2, x))
+    with pytest.raises(NotStaticError, match="shapes"):
+        check_static(recorded(lambda x: x + 1, x), recorded(lambda x: x + 1, torch.ones(4)))
+
+
+def test_another_output_is_not_static() -> None:
+    x = torch.ones(3)
+    with pytest.raises(NotStaticError, match="output is another tensor"):
+        check_static(*(recorded(lambda x, at=at: [x * 2, x * 3][at], x) for at in (0, 1)))
+
+
 def test_values_computed_out_of_sight_are_found() -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
         return x + torch.from_numpy(x.detach().numpy() * 2)
