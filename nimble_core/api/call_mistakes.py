@@ -11,7 +11,7 @@ import torch
 
 from nimble_core.api.engine import Engine
 from nimble_core.scheduling.options import option_like
-from nimble_core.tracing.signature_mismatch import nearest
+from nimble_core.tracing.signature import nearest
 from nimble_core.tracing.step_wrapper import Around
 from nimble_core.utils.errors import InputError, first_line
 

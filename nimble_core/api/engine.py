@@ -17,11 +17,11 @@ from nimble_core.ir.costs import Costs
 from nimble_core.ir.schedule import Schedule
 from nimble_core.runtime.device import Executable
 from nimble_core.scheduling.saved_plan import Plan
-from nimble_core.tracing.autocast import Autocast
 from nimble_core.tracing.folded_weights import Folded
-from nimble_core.tracing.input_aliasing import Apart
+from nimble_core.tracing.input_memory import Apart
 from nimble_core.tracing.provenance import warn
 from nimble_core.tracing.recorded import Recorded
+from nimble_core.tracing.recording_contexts import Autocast
 from nimble_core.tracing.signature import Signature
 from nimble_core.training.autograd_function import Backward
 from nimble_core.utils.errors import InputError

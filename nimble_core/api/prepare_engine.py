@@ -21,9 +21,8 @@ from nimble_core.ir.costs import Costs
 from nimble_core.runtime.device import Device, Executable
 from nimble_core.scheduling.options import Options
 from nimble_core.scheduling.saved_plan import Plan, make_plan, plan_notes, schedule_of
-from nimble_core.tracing.autocast import Autocast
 from nimble_core.tracing.folded_weights import Folded, with_held
-from nimble_core.tracing.input_aliasing import Apart
+from nimble_core.tracing.input_memory import Apart
 from nimble_core.tracing.provenance import warn
 from nimble_core.tracing.pytree import builder, passed_on
 from nimble_core.tracing.recorded import (
@@ -36,6 +35,7 @@ from nimble_core.tracing.recorded import (
     whole_note,
 )
 from nimble_core.tracing.recording import Recording
+from nimble_core.tracing.recording_contexts import Autocast
 from nimble_core.tracing.signature import Signature
 from nimble_core.tracing.step_wrapper import Around, require_training_mode
 from nimble_core.training.prepare_training import make_trainable

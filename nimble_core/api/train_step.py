@@ -20,10 +20,10 @@ from nimble_core.api.engine import Engine
 from nimble_core.api.nimble import Nimble
 from nimble_core.scheduling.options import Options, require_options
 from nimble_core.scheduling.saved_plan import Plan
-from nimble_core.tracing.autocast import autocast_name, autocast_type
 from nimble_core.tracing.grad_accumulators import require_no_node_hooks
-from nimble_core.tracing.out_of_memory import memory_explained
+from nimble_core.tracing.provenance import memory_explained
 from nimble_core.tracing.recorded import require_local
+from nimble_core.tracing.recording_contexts import autocast_name, autocast_type
 from nimble_core.tracing.signature import require_initialised
 from nimble_core.tracing.step_wrapper import require_gradients, require_training_mode
 from nimble_core.training.gradients import require_no_tensor_hooks

@@ -31,7 +31,7 @@ from nimble_core.torch_compat.compiler import (
     VIRTUALIZED,
 )
 from nimble_core.tracing.kernel_launches import generated_modules
-from nimble_core.tracing.rewritten import Provenance
+from nimble_core.tracing.recording import Provenance
 from nimble_core.utils.errors import CaptureError, first_line
 from nimble_core.utils.locks import free_after_fork
 

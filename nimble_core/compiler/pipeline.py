@@ -43,12 +43,11 @@ from nimble_core.ir.call_graph import build_graph
 from nimble_core.ir.program import Fuse, KernelChoice, Origin, Program, Role
 from nimble_core.runtime.device import Device
 from nimble_core.scheduling.saved_plan import Plan
-from nimble_core.tracing.autocast import no_autocast
 from nimble_core.tracing.kernel_launches import Relaunch
 from nimble_core.tracing.operator_traits import fills
 from nimble_core.tracing.recorded import Recorded, state_kept
-from nimble_core.tracing.recording import Recording
-from nimble_core.tracing.rewritten import Provenance, Rewritten
+from nimble_core.tracing.recording import Provenance, Recording, Rewritten
+from nimble_core.tracing.recording_contexts import no_autocast
 from nimble_core.tracing.signature import Signature
 from nimble_core.tracing.strides import widened
 from nimble_core.utils.errors import CaptureError, NimbleError, first_line

@@ -11,7 +11,7 @@ from torch import fx
 
 from nimble_core.compiler.to_fx import calls_of
 from nimble_core.ir.program import Origin, Program
-from nimble_core.tracing.rewritten import Provenance
+from nimble_core.tracing.recording import Provenance
 
 __all__ = ["provenance_of", "tracked"]
 

@@ -21,8 +21,7 @@ from nimble_core.scheduling.simulator import EXACT, DeviceModel, simulate
 from nimble_core.scheduling.verify_capture import RawGraph
 from nimble_core.tracing.pytree import builder, flatten
 from nimble_core.tracing.recorder import record
-from nimble_core.tracing.recording import Issuer, Recording, issuing
-from nimble_core.tracing.rewritten import Rewritten
+from nimble_core.tracing.recording import Issuer, Recording, Rewritten, issuing
 from nimble_core.tracing.side_effects import rehearse
 from nimble_core.utils.errors import DeviceError
 

@@ -55,7 +55,6 @@ __all__ = [
     "UnsupportedOperatorException",
     "conjugated",
     "current_mode",
-    "current_modes",
     "foreach_add_",
     "foreach_copy_",
     "foreach_kernels",
@@ -68,7 +67,6 @@ __all__ = [
     "modes_off",
     "negated",
     "no_torch_function",
-    "pop_mode",
     "pytree",
     "scale_checked_",
     "set_lifts_host_tensors",
@@ -77,8 +75,6 @@ __all__ = [
 
 _dispatch = "torch.utils._python_dispatch"
 current_mode: Callable[[], Any] = function(f"{_dispatch}:_get_current_dispatch_mode", "know the mode in force")
-current_modes: Callable[[], Any] = function(f"{_dispatch}:_get_current_dispatch_mode_stack", "know all modes in force")
-pop_mode: Callable[..., Any] = function(f"{_dispatch}:_pop_mode", "take modes that a failed run left out of force")
 no_torch_function: Callable[[], AbstractContextManager[None]] = function(
     "torch._C:DisableTorchFunction", "look at tensors past __torch_function__ and the caller's modes"
 )

@@ -17,8 +17,6 @@ TENSOR_METHODS: dict[str, Private] = {
         ("numpy", "notice memory that a model hands out"),
         ("__dlpack__", "notice memory that a model hands out"),
         ("tolist", "notice numbers that a model reads on the host"),
-        ("cpu", "notice copies to the host where the host stands in for the device"),
-        ("to", "notice copies to the host where the host stands in for the device"),
         ("__format__", "give texts a placeholder for values of a recording"),
         ("__repr__", "give texts a placeholder for values of a recording"),
     )

@@ -47,8 +47,6 @@ def dry_run(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     device: torch.device,
-    *,
-    remote: bool = False,
 ) -> tuple[Recording, Signature]:
     """Return what ``record`` would write down if model and inputs were on ``device``; no kernel runs.
 
@@ -60,7 +58,6 @@ def dry_run(
         args: example positional inputs, likewise.
         kwargs: example keyword inputs.
         device: planned for; need not be there.
-        remote: ``device`` is the host and stands in for another, which this build of torch does not know.
 
     Raises:
         InputError: no tensor among the inputs, tensors that are not dense, a device torch does not know.
@@ -68,12 +65,12 @@ def dry_run(
     """
     try:
         with announced(False):
-            return _record(model, args, kwargs, device, remote)
+            return _record(model, args, kwargs, device)
     except CaptureError as error:
         refused = error
     try:
         with announced(True):  # libraries keep another branch for captures, which looks at no values
-            recording, signature = _record(model, args, kwargs, device, remote)
+            recording, signature = _record(model, args, kwargs, device)
     except CaptureError as error:
         raise refused from error
     note = f"this is the branch that the model keeps for captures: in eager {refused.what} ({refused.where})"
@@ -82,7 +79,7 @@ def dry_run(
 
 
 def _record(
-    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device, remote: bool
+    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
 ) -> tuple[Recording, Signature]:
     fakes = _StandIns(device)
     tensors, structure, paths = take_apart(args, kwargs)
@@ -96,7 +93,7 @@ def _record(
         stack.enter_context(_in_place_of_parameters(model, fakes))
         stack.enter_context(_fakes_unnoticed())
         try:
-            found = record(model, signature, args=args, kwargs=kwargs, counter=work, stand_in=fakes, remote=remote)
+            found = record(model, signature, args=args, kwargs=kwargs, counter=work, stand_in=fakes)
             return found, signature
         except RuntimeError as error:
             if isinstance(error, CaptureError) or not any(words in str(error) for words in _NO_VALUES):

@@ -1,43 +1,209 @@
-"""Values that the host reads during a run: those that every run finds are held to it, others are refused or noted."""
+"""Values that the host reads during a run, what it waits for, and its own work while a device is recorded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
 import torch
 
-from nimble_core.torch_compat.dispatch import modes_off
-from nimble_core.tracing.host_waits import FIXED_SHAPE, ON_DEVICE, TO_HOST, WAITS, experts_fix, reason_to_wait
-from nimble_core.tracing.host_work import FreshConstants, HostWork
+from nimble_core.torch_compat.dispatch import TorchDispatchMode, modes_off
+from nimble_core.tracing import unread_values
 from nimble_core.tracing.operator_traits import (
+    copies_to_host,
     fills_where_true,
     has_memory,
     masks_among,
+    shape_depends_on_data,
     traits_of,
     written_tensors,
 )
+from nimble_core.tracing.provenance import issued_in, running_module
 from nimble_core.tracing.recording import Held, Step, flat_tensors, issuing
 from nimble_core.tracing.recording_contexts import raise_or_note, refusals_noted
 from nimble_core.tracing.run_log import RunLog
 from nimble_core.utils.errors import CaptureError
 
-__all__ = ["HandedOut", "HostReads"]
+__all__ = [
+    "FIXED_SHAPE",
+    "ON_DEVICE",
+    "WAITS",
+    "FreshConstants",
+    "HandedOut",
+    "HostReads",
+    "HostWork",
+    "experts_fix",
+    "reason_to_wait",
+]
+
+WAITS = "the host would have to wait for the device, and a replay cannot"
+ON_DEVICE = "compute it on the device, or pass it as an input"
+FIXED_SHAPE = "use a form with a fixed shape (torch.where, a mask, a size argument)"
+_TO_HOST = "copies from the device to the host", "keep the tensor on the device, or copy it outside the model"
+
+_CHOOSE = "compute both and choose: torch.where(condition, a, b)"
+_WRITES_WHERE_TRUE = (
+    "writes where a mask is true, and counts these places",
+    "use torch.where(mask, values of x's shape, x), or one value, with the mask on the device",
+)
+_EXPERTS = (
+    'model.set_experts_implementation("batched_mm") before preparing, or from_pretrained(..., '
+    'experts_implementation="batched_mm"): the host need not know which experts are chosen'
+)
+_FIX_BY_FILE = {
+    torch.nn.modules.batchnorm.__file__: "give momentum a number: with None torch reads how many batches there were",
+    torch.distributions.distribution.__file__: "give distributions validate_args=False: else torch looks at all values",
+    unread_values.__file__: "give F.one_hot its number of classes: F.one_hot(x, num_classes=n)",
+}
+"""Remedies where a file of torch, whose lines users cannot change, asks for a value."""
+
+
+def reason_to_wait(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str, frame: FrameType
+) -> tuple[str, str] | None:
+    """Say why the host waits for this call, and what to do instead; None if it does not."""
+    traits, away = traits_of(func), device != "cpu"
+    if traits.looks or (away and traits.name == "aten::_linalg_check_errors"):
+        condition = isinstance(args[0], torch.Tensor) and args[0].dtype is torch.bool
+        fix = next((fix for file, fix in _FIX_BY_FILE.items() if issued_in(frame, file)), "")
+        return "gives the host a value computed on the device", fix or (_CHOOSE if condition else ON_DEVICE)
+    if shape_depends_on_data(func, args, kwargs):
+        if not traits.puts:
+            return "has an output whose shape depends on data", FIXED_SHAPE
+        return _WRITES_WHERE_TRUE if away else None  # on the host, nobody waits: the result's shape is known
+    if away and copies_to_host(func, flat_tensors([*args, *kwargs.values()]), args, kwargs):
+        return _TO_HOST
+    return None
+
+
+def experts_fix(frame: FrameType) -> str:
+    """Return the remedy for a mixture of experts of Hugging Face whose host waits for what is chosen; else empty.
+
+    ``"eager"`` loops over the chosen experts. ``"grouped_mm"`` does not, but where torch has no kernel for it (float32)
+    it reads on the host how many were chosen.
+    """
+    module = running_module(frame)
+    chosen = getattr(getattr(module, "config", None), "_experts_implementation", "")
+    return _EXPERTS if hasattr(module, "_apply_gate") and chosen != "batched_mm" else ""
+
+
+class FreshConstants:
+    """Constants that each run makes anew, as ``torch.tensor`` does; replays start one that is written anew."""
+
+    def __init__(self, log: RunLog) -> None:
+        self._log, self._table = log, log.table
+        self._tensors: dict[int, torch.Tensor] = {}  # by storage, as aliases: the model may reshape its own in place
+        self._first_values: dict[int, torch.Tensor] = {}
+
+    def __contains__(self, storage: int) -> bool:
+        return storage in self._tensors
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Add a constant that the run has made."""
+        self._tensors[self._table.storage(tensor)] = tensor.detach()
+
+    def before_write(self, tensor: torch.Tensor) -> None:
+        """Keep what a constant holds before its first write."""
+        storage = self._table.storage(tensor)
+        if storage in self._tensors and storage not in self._first_values:
+            with self._log.outside():
+                self._first_values[storage] = self._tensors[storage].clone()
+
+    def restore(self, outputs: Sequence[torch.Tensor], mode: TorchDispatchMode) -> Sequence[torch.Tensor]:
+        """Record, as last calls, copies that give written constants their first values again.
+
+        Returns:
+            The outputs; those on such constants as copies.
+        """
+        restored = {storage: self._tensors[storage] for storage in self._first_values}
+        if not restored:
+            return outputs
+        with torch.no_grad(), mode:
+            outputs = [one.clone() if self._table.storage(one) in restored else one for one in outputs]
+            for storage, tensor in restored.items():
+                tensor.copy_(self._first_values[storage])
+        return outputs
+
+
+class HostWork:
+    """Operators on host tensors alone while a device is recorded: results are constants, since inputs lie there."""
+
+    def __init__(self, log: RunLog, fresh: FreshConstants) -> None:
+        self._log, self._table, self._fresh = log, log.table, fresh
+
+    def does(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether a call with these arguments is such work."""
+        if args and isinstance(args[0], torch.Tensor) and args[0].device.type != "cpu":
+            return False  # most calls
+        tensors = flat_tensors([*args, *kwargs.values()])
+        if tensors:
+            return all(tensor.device.type == "cpu" for tensor in tensors)
+        return _on_host(kwargs)
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
+        """Run a call now. Its result is kept as a constant if a later call reads it."""
+        if self._table.given:
+            for tensor in written_tensors(func, args, kwargs):
+                self._keep_what_was_read(func, tensor, frame)
+        with nullcontext() if _on_host(kwargs) else self._log.outside():
+            result = func(*args, **kwargs)
+        return self.as_constants(result)
+
+    def as_constants(self, result: Any) -> Any:
+        """Return ``result``, whose tensors are constants from now on."""
+        table = self._table
+        known = len(table.storages)
+        for tensor in flat_tensors(result):
+            if table.slot_of(tensor) is None:
+                storage = table.storage_of[table.give(tensor, "constant")]
+                table.constant.add(storage)
+                if storage >= known:
+                    self._fresh.add(tensor)
+        return result
+
+    def on_device(self, arg: Any) -> Any:
+        """Return ``arg`` with its host tensors, which are constants, copied to the device now."""
+        if isinstance(arg, (list, tuple)):
+            return [self.on_device(item) for item in arg]
+        if not isinstance(arg, torch.Tensor) or arg.device.type != "cpu":
+            return arg
+        with self._log.outside():
+            copied = arg.to(self._log.device)
+        self._table.constant.add(self._table.storage_of[self._table.give(copied, "constant")])
+        return copied
+
+    def _keep_what_was_read(self, func: Any, tensor: torch.Tensor, frame: FrameType) -> None:
+        """Before a host tensor is written: give the device's calls that have read it a copy, and count it as new."""
+        table, home = self._table, self._table.known_storage(tensor)
+        slots = {slot for slot in table.given if table.storage_of[slot] == home}
+        read = {slot for step in self._log.steps for slot in step.reads if slot in slots} if slots else set()
+        if home is None or not read:
+            return
+        if home not in self._fresh:
+            raise CaptureError(
+                f"{func} writes a tensor on the host that a call on the device has read: a replay would not",
+                where=self._log.origins.where(func, frame),
+                fix="keep that tensor on the device",
+            )
+        table.forget(home)
+        for slot in read:
+            table.given[slot] = table.owners[slot] = table.given[slot].clone()
+
+
+def _on_host(kwargs: dict[str, Any]) -> bool:
+    device = kwargs.get("device")
+    return device is None or torch.device(device).type == "cpu"
+
 
 _ALIAS = torch.ops.aten.alias.default
 _NONZERO = torch.ops.aten.nonzero.default
 
 
 class HostReads:
-    """Reads on the host of values that every run finds, since they come from the model's own tensors and constants.
-
-    Args:
-        log: of the run.
-        fresh: constants that each run makes anew.
-        work: takes what is found as constants.
-    """
+    """Reads on the host of values that every run finds, since they come from the model's own tensors and constants."""
 
     def __init__(self, log: RunLog, fresh: FreshConstants, work: HostWork) -> None:
         self._log, self._table, self._fresh, self._work = log, log.table, fresh, work
@@ -198,13 +364,6 @@ class HandedOut:
                 self._reads.read(tensor, where)
         elif has_memory(tensor) and self._log.on_host:
             self._note(where, frame)
-
-    def copied_to_host(self, tensor: torch.Tensor, frame: FrameType) -> None:
-        """Refuse a copy to the host of what follows the inputs, where the host stands in for the device."""
-        if self._table.storage(tensor) not in self._table.constant:
-            raise CaptureError(
-                f"the model {TO_HOST[0]}: {WAITS}", where=self._log.origins.where("a copy", frame), fix=TO_HOST[1]
-            )
 
     def written_by_torch(self, storage: int) -> None:
         """Note that a call has written a storage."""

@@ -316,14 +316,7 @@ def seeds_among(func: Any, result: Any) -> list[torch.Tensor]:
 def argument_texts(
     names: Sequence[str], args: Sequence[Any], kwargs: Sequence[tuple[str, Any]], storage_of: Sequence[int]
 ) -> tuple[tuple[str, str], ...]:
-    """``(name, text)`` of every argument; tensors read ``%<storage>``.
-
-    Args:
-        names: of the operator's arguments.
-        args: positional arguments; ``Slot`` stands for a tensor, lists may hold slots.
-        kwargs: keyword arguments, likewise.
-        storage_of: storage of each slot.
-    """
+    """``(name, text)`` of every argument; tensors read ``%<storage>``."""
 
     def text(value: Any) -> str:
         if type(value) is Slot:

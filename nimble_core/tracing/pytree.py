@@ -4,8 +4,8 @@ A value is split into its tensors and a frozen ``Structure`` of everything else.
 of its inputs (``reader``) and puts those of its outputs into new containers (``builder``).
 
 Lists, tuples, named tuples, dicts, dataclasses, outputs and caches of Hugging Face and registered pytree nodes are
-containers. Inputs may also hold other objects, if these hold no tensors: they are compared attribute by attribute.
-Outputs may not, since an object may carry something of the run that made it.
+containers. Inputs may also hold arrays, sets of plain values, functions and modules; outputs may not, since an object
+may carry something of the run that made it. Other objects are refused: nothing tells whether they change.
 """
 
 from __future__ import annotations
@@ -19,17 +19,22 @@ from typing import Any
 import torch
 
 from nimble_core.torch_compat.dispatch import pytree as _pytree
-from nimble_core.tracing.known_caches import is_cache
-from nimble_core.tracing.plain_values import attributes, equal, frozen, is_array, is_iterator, is_opaque, is_plain
 from nimble_core.tracing.structure import (
     Constant,
     Leaf,
     Node,
     Structure,
     cache_paths,
+    equal,
+    frozen,
+    is_array,
+    is_cache,
+    is_iterator,
+    is_plain,
     leaf_paths,
     parts,
     same_structure,
+    stands_for_itself,
     step_to,
     structure_difference,
 )
@@ -52,9 +57,6 @@ __all__ = [
 
 
 _OUTPUT = "output"
-_MET = Constant("an object that was met before")
-_OBJECT_DEPTH, _OBJECT_PARTS = 12, 1_000
-"""How deep objects are looked into, and how many parts one may have; larger ones count as themselves."""
 
 
 # -- taking apart --------------------------------------------------------------------------------------------------
@@ -71,8 +73,8 @@ def flatten(
         given: positional and keyword inputs: caches among them are noted where an output holds them.
 
     Raises:
-        InputError: an object of an unknown type that holds tensors (they could not be replaced by those of a replay),
-            an iterator, an array of objects, a container that contains itself; in an output any array or object.
+        InputError: an object of an unknown class, an iterator, an array of objects, a container that contains itself;
+            in an output any array or object.
     """
     inputs = [(one, (0, at)) for at, one in enumerate(given[0])] + [(one, (1, key)) for key, one in given[1].items()]
     splitter = _Splitter(what == _OUTPUT, {id(one): place for one, place in inputs if is_cache(one)})
@@ -80,21 +82,8 @@ def flatten(
     return splitter.tensors, structure
 
 
-class _HiddenTensor(Exception):
-    """A tensor in an object at a path."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__(path)
-        self.path = path
-
-
 class _Splitter:
-    """Splits one value.
-
-    Args:
-        of_run: whether a run returned it.
-        caches: places of the caches among the inputs, by id.
-    """
+    """Splits one value."""
 
     def __init__(self, of_run: bool, caches: Mapping[int, Any]) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -102,55 +91,35 @@ class _Splitter:
         self._verb = "return" if of_run else "pass"
         self._first: dict[int, int] = {}  # positions of tensors, by id
         self._around: dict[int, str] = {}  # paths of the containers around, by id
-        self._met: dict[int, object] = {}  # parts of objects, by id; held, so that no id is given twice
 
-    def split(self, value: Any, path: str, depth: int = 0) -> Structure:
-        """Split a value that ``depth`` objects are around."""
+    def split(self, value: Any, path: str) -> Structure:
+        """Split the value at ``path``."""
         if isinstance(value, torch.Tensor):
-            return self._tensor(value, path, depth)
+            self.tensors.append(value)
+            index = len(self.tensors) - 1
+            return Leaf(index, self._first.setdefault(id(value), index) if self._of_run else index)
         if value is None or is_plain(value):
             return Constant(value)
-        if depth:
-            if id(value) in self._met or depth > _OBJECT_DEPTH:
-                return _MET
-            self._met[id(value)] = value
         if opened := _open(value, self._of_run):
-            return self._container(value, path, depth, *opened)
-        if is_iterator(value) and not depth:
+            return self._container(value, path, *opened)
+        if is_iterator(value):
             raise InputError(
                 f"{path} is a {type(value).__qualname__}: iterators and generators cannot be replayed",
                 where=path,
                 fix=f"{self._verb} a list",
             )
-        if depth:
-            return self._other(value, path, depth)
-        try:
-            found = _Splitter(self._of_run, {})._other(value, path, depth)  # looked at alone, as a reader does
-        except _HiddenTensor as hidden:
-            raise self._refused_hidden(value, path, hidden.path) from None
-        if self._of_run:
+        if is_array(value) and value.dtype.hasobject:
             raise InputError(
-                f"{path} is a {type(value).__qualname__}, which may hold values of this one run: a replay would return "
-                "them again",
-                where=path,
-                fix="return the tensors themselves, in a list, a dict or a dataclass, and convert them outside of the "
-                "model (net(x).numpy())",
+                f"{path} is an array of objects, which may hold tensors", where=path, fix=f"{self._verb} a list"
             )
-        return found
-
-    def _tensor(self, value: torch.Tensor, path: str, depth: int) -> Leaf:
-        if depth:
-            raise _HiddenTensor(path)
-        self.tensors.append(value)
-        index = len(self.tensors) - 1
-        return Leaf(index, self._first.setdefault(id(value), index) if self._of_run else index)
+        if self._of_run or not stands_for_itself(value):
+            raise self._refused(value, path)
+        held = frozen(value)
+        return Constant(value, None if held is value else held)
 
     def _container(
-        self, value: Any, path: str, depth: int, kind: str, keys: Sequence[Any], children: Iterable[Any], context: Any
+        self, value: Any, path: str, kind: str, keys: Sequence[Any], children: Iterable[Any], context: Any
     ) -> Structure:
-        if depth and len(keys) > _OBJECT_PARTS:
-            _require_no_tensor(children, path)
-            return Constant(value)
         if id(value) in self._around:
             raise InputError(
                 f"{self._around[id(value)]} is a {type(value).__qualname__} that contains itself",
@@ -158,60 +127,28 @@ class _Splitter:
                 fix=f"{self._verb} one that does not",
             )
         self._around[id(value)] = path
-        found = [
-            self.split(child, path + step_to(kind, key), depth + bool(depth))
-            for key, child in zip(keys, children, strict=True)
-        ]
+        found = [self.split(child, path + step_to(kind, key)) for key, child in zip(keys, children, strict=True)]
         del self._around[id(value)]
         if kind == "cache":
             context = self._caches.get(id(value))
         return Node(kind, type(value), tuple(keys), tuple(found), context)
 
-    def _other(self, value: Any, path: str, depth: int) -> Structure:
-        """Split an object that is no container into its parts, if these can be seen."""
-        if is_array(value) and value.dtype.hasobject:
-            raise InputError(
-                f"{path} is an array of objects, which may hold tensors", where=path, fix=f"{self._verb} a list"
-            )
-        if isinstance(value, (set, frozenset)):
-            _require_no_tensor(value, path)
-        if is_array(value) or is_opaque(value):
-            return _constant(value)
-        self._met[id(value)] = value
-        held = {f".{name}": part for name, part in attributes(value).items()}
-        if isinstance(value, dict):
-            held |= {f"[{key!r}]": part for key, part in dict.items(value)}
-        elif isinstance(value, (list, tuple)):
-            held |= {f"[{position}]": part for position, part in enumerate(value)}
-        if not held or len(held) > _OBJECT_PARTS:
-            _require_no_tensor(held.values(), path)
-            return Constant(value)
-        found = [self.split(part, path + label, depth + 1) for label, part in held.items()]
-        return Node("object", type(value), tuple(held), tuple(found), value)
-
-    def _refused_hidden(self, value: object, path: str, where: str) -> InputError:
+    def _refused(self, value: object, path: str) -> InputError:
         kind = type(value).__qualname__
         instead = ""
         if kind.endswith("Cache"):
             instead = "call the model with use_cache=False, or "
         elif isinstance(value, Mapping) and not self._of_run:  # a tokenizer's BatchEncoding
             instead = "unpack it as keyword inputs, or pass dict() of it; else "
+        holds = "values of this one run: a replay would return them again" if self._of_run else "tensors, or change"
         return InputError(
-            f"{path} is a {kind}, which holds tensors that cannot be seen from outside",
-            where=where,
-            fix=f"{instead}{self._verb} the tensors themselves, a dict or a dataclass, or register "
-            "the type with torch.utils._pytree.register_pytree_node",
+            f"{path} is a {kind}, of a class that is not known, and may hold {holds}",
+            where=path,
+            fix=f"{instead}{self._verb} the tensors and numbers themselves, in a list, a dict or a dataclass, or "
+            "register the type with torch.utils._pytree.register_pytree_node"
+            + "; convert tensors outside of the model (net(x).numpy())"
+            * self._of_run,
         )
-
-
-def _require_no_tensor(held: Iterable[Any], path: str) -> None:
-    if any(isinstance(one, torch.Tensor) for one in held):
-        raise _HiddenTensor(path)
-
-
-def _constant(value: Any) -> Constant:
-    held = frozen(value)
-    return Constant(value, None if held is value else held)
 
 
 def _open(value: Any, of_run: bool) -> tuple[str, Sequence[Any], Iterable[Any], Any] | None:
@@ -233,12 +170,14 @@ def _open(value: Any, of_run: bool) -> tuple[str, Sequence[Any], Iterable[Any], 
         children = list(children)
         return "pytree", range(len(children)), children, context
     if dataclasses.is_dataclass(cls):
-        fields = {field.name for field in dataclasses.fields(cls)}
-        held = {name: part for name, part in attributes(value).items() if of_run or name in fields}
-        return "record", tuple(held), held.values(), None
+        names = dict.fromkeys(field.name for field in dataclasses.fields(cls))
+        if of_run:
+            names |= dict.fromkeys(getattr(value, "__dict__", ()))
+        held = tuple(name for name in names if hasattr(value, name))
+        return "record", held, [getattr(value, name) for name in held], None
     if is_cache(value):
-        names = sorted(vars(value))
-        return "cache", names, [vars(value)[name] for name in names], None
+        held = tuple(sorted(vars(value)))
+        return "cache", held, [vars(value)[name] for name in held], None
     return None
 
 
@@ -361,8 +300,8 @@ def builder(structure: Structure) -> _Builder:
     if isinstance(structure, Leaf):
         index = structure.source
         return lambda tensors: tensors[index]
-    if isinstance(structure, Constant) or structure.kind == "object":
-        constant = structure.value if isinstance(structure, Constant) else structure.context
+    if isinstance(structure, Constant):
+        constant = structure.value
         return lambda tensors: constant
     cls, keys, kind, context = structure.type, structure.keys, structure.kind, structure.context
     children = [builder(child) for child in structure.children]

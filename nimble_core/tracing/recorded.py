@@ -17,7 +17,7 @@ from nimble_core.scheduling.memory_planner import ALIGNMENT, Lent
 from nimble_core.scheduling.memory_requirements import SMALL_NBYTES
 from nimble_core.torch_compat.cuda import clear_cublas_workspaces
 from nimble_core.tracing.operator_traits import owned_tensors
-from nimble_core.tracing.out_of_memory import memory_explained
+from nimble_core.tracing.provenance import memory_explained
 from nimble_core.tracing.pytree import flatten
 from nimble_core.tracing.recording_contexts import announced, following
 from nimble_core.tracing.rng_state import TORCH, RandomStates, random_state_kept, seed_otherwise
@@ -39,8 +39,7 @@ from nimble_core.utils.locks import free_after_fork
 if TYPE_CHECKING:
     from nimble_core.ir.program import Program
     from nimble_core.tracing.folded_weights import Folded
-    from nimble_core.tracing.recording import Recording
-    from nimble_core.tracing.rewritten import Rewritten
+    from nimble_core.tracing.recording import Recording, Rewritten
 
 
 __all__ = [

@@ -24,13 +24,9 @@ import torch
 from nimble_core.ir.program import Call, Program
 from nimble_core.torch_compat.dispatch import TorchDispatchMode, pytree
 from nimble_core.tracing import unread_values
-from nimble_core.tracing.call_origins import CallOrigins
-from nimble_core.tracing.call_runner import CallRunner
-from nimble_core.tracing.call_writer import CallWriter, Operation
-from nimble_core.tracing.host_reads import HandedOut, HostReads
-from nimble_core.tracing.host_work import FreshConstants, HostWork
-from nimble_core.tracing.input_windows import KeptWindows, require_same_windows, windows_of
-from nimble_core.tracing.kernel_calls import KernelCalls
+from nimble_core.tracing.call_writer import CallRunner, CallWriter, Operation
+from nimble_core.tracing.host_reads import FreshConstants, HandedOut, HostReads, HostWork
+from nimble_core.tracing.input_memory import KeptWindows, require_same_windows, windows_of
 from nimble_core.tracing.kernel_launches import launches_seen, relative_window
 from nimble_core.tracing.operator_traits import (
     INDEXED,
@@ -47,32 +43,32 @@ from nimble_core.tracing.operator_traits import (
     written_tensors,
     written_where_true,
 )
-from nimble_core.tracing.phase import current_phase
 from nimble_core.tracing.pytree import flatten
-from nimble_core.tracing.recording import Recording, flat_tensors, places_of
+from nimble_core.tracing.recording import Recording, Rewritten, flat_tensors, places_of
 from nimble_core.tracing.recording_contexts import (
     autocast_cache_cleared,
+    current_phase,
     followed_states,
     raise_or_note,
     refusals_noted,
     tensors_lifted_first,
     thread_recording,
 )
-from nimble_core.tracing.rewritten import Rewritten
 from nimble_core.tracing.rng_state import alone, state_of
 from nimble_core.tracing.run_effects import (
+    EMPTY_STRIDED,
     changed_values,
     notes_of,
     replaced_tensors,
     require_none_replaced,
     require_reads_kept,
+    unfilled_read,
 )
-from nimble_core.tracing.run_log import NodeCounter, RunLog
+from nimble_core.tracing.run_log import CallOrigins, NodeCounter, RunLog
 from nimble_core.tracing.side_effects import Guard, preserved
 from nimble_core.tracing.signature import Signature
-from nimble_core.tracing.tensor_escapes import exports_seen, host_copies_seen, readings_seen
+from nimble_core.tracing.tensor_escapes import exports_seen, readings_seen
 from nimble_core.tracing.torchscript import operator_by_operator
-from nimble_core.tracing.unfilled_memory import EMPTY_STRIDED, unfilled_read
 from nimble_core.utils.errors import CaptureError, NimbleError, NotStaticError
 from nimble_core.utils.gc_pause import collector_paused
 
@@ -97,7 +93,6 @@ def record(
     counter: NodeCounter | None = None,
     stand_in: StandIn | None = None,
     rewritten: Rewritten | None = None,
-    remote: bool = False,
 ) -> Recording:
     """Run ``model(*args, **kwargs)`` once and return what it asked of the device.
 
@@ -110,7 +105,6 @@ def record(
         stand_in: for a run on tensors without values (fake ones): ``(func, tensor)`` to what takes the tensor's place
             among the arguments of ``func`` (None for an output of the model).
         rewritten: what to run in the model's place, on the tensors of ``signature``.
-        remote: the host stands in for another device: copies to the host, which are no calls then, are refused too.
 
     Raises:
         CaptureError: a call whose result the host needs, or whose shape depends on data; names it, its module path
@@ -124,7 +118,7 @@ def record(
         windows = windows_of(signature.tensors)
         try:
             with _errors_explained(recorder):
-                with _watched(recorder, remote):
+                with _watched(recorder):
                     result = rewritten.run(*signature.tensors) if rewritten else model(*args, **kwargs)
                 require_same_windows(windows, signature.tensors, signature.paths)
                 if not rewritten:
@@ -149,21 +143,18 @@ def record(
 
 
 @contextmanager
-def _watched(recorder: _Recorder, remote: bool) -> Iterator[None]:
+def _watched(recorder: _Recorder) -> Iterator[None]:
     """Let the recorder see what the model does inside, by the dispatcher or past it."""
     handed_out, runner = recorder.handed_out, recorder.runner
     with ExitStack() as stack:
-        if remote:
-            stack.enter_context(host_copies_seen(handed_out.copied_to_host))
-        else:
-            stack.enter_context(readings_seen(handed_out.listed))
+        stack.enter_context(readings_seen(handed_out.listed))
         if recorder.log.on_host:
             stack.enter_context(exports_seen(handed_out.exported))
         stack.enter_context(unread_values.values_unread(recorder.reads.knows))
         stack.enter_context(operator_by_operator())
         stack.enter_context(tensors_lifted_first())
         stack.enter_context(thread_recording())
-        stack.enter_context(launches_seen(recorder.kernels.launched, runner.running, runner.reached_elsewhere))
+        stack.enter_context(launches_seen(recorder.writer.launched, runner.running, runner.reached_elsewhere))
         stack.enter_context(recorder)
         yield
 
@@ -207,7 +198,6 @@ class _Recorder(TorchDispatchMode):
         calls: list[Call] = []
         self.log = RunLog(signature.device, counter, stand_in is None, CallOrigins(model, calls), calls)
         self.runner = CallRunner(self.log)
-        self._writer = CallWriter(self.log, rewritten)
         fresh = self._fresh = FreshConstants(self.log)
 
         def before_write(tensor: torch.Tensor) -> None:
@@ -216,7 +206,7 @@ class _Recorder(TorchDispatchMode):
 
         # No method of this object: a circle would keep its tensors until Python's collector runs.
         self._before_write = before_write
-        self.kernels = KernelCalls(self.log, self.runner, self._writer, before_write)
+        self.writer = CallWriter(self.log, self.runner, rewritten, before_write)
         self._work = HostWork(self.log, self._fresh)
         self.reads = HostReads(self.log, self._fresh, self._work)
         self.handed_out = HandedOut(self.log, self.reads, guard.before_write)
@@ -240,7 +230,7 @@ class _Recorder(TorchDispatchMode):
 
     def draws_nothing(self) -> bool:
         """Return whether this was a live run in which no call drew random numbers."""
-        return self.log.on_host and self._writer.generator is None
+        return self.log.on_host and self.writer.generator is None
 
     # -- operators -------------------------------------------------------------------------------------------------
 
@@ -360,21 +350,21 @@ class _Recorder(TorchDispatchMode):
             self._unset.update(slot for slot in slots if slot is not None)
         call = None
         if self._reaches_device(operation, list(compress(returned, fresh))):
-            call = self._writer.operator(operation, writes, returned, outputs, draws)
-            self._writer.window(self.runner.label, compress(zip(returned, outputs, strict=True), fresh))
+            call = self.writer.operator(operation, writes, returned, outputs, draws)
+            self.writer.window(self.runner.label, compress(zip(returned, outputs, strict=True), fresh))
         elif not operation.written and returned and all(fresh):
             # Memory without content (empty, empty_like, results of no elements): made from its layout alone, since
             # what it is modelled on may not be there yet.
             for tensor, slot in zip(returned, outputs, strict=True):
                 layout = (tuple(tensor.shape), tensor.stride())
                 options = (("dtype", tensor.dtype), ("device", tensor.device))
-                self._writer.step(EMPTY_STRIDED, layout, options, (slot,), ((),), ())
+                self.writer.step(EMPTY_STRIDED, layout, options, (slot,), ((),), ())
             return
         elif func is _LIFT_FRESH:
             for tensor in returned:
                 self._fresh.add(tensor)
         places = places_of(result)
-        self._writer.step(func, operation.args, operation.kwargs, outputs, places, operation.reads, call)
+        self.writer.step(func, operation.args, operation.kwargs, outputs, places, operation.reads, call)
 
     def _reaches_device(self, operation: Operation, fresh: Sequence[torch.Tensor]) -> bool:
         if self.log.counter:
@@ -411,7 +401,7 @@ class _Recorder(TorchDispatchMode):
             slot, view, template = table.new_slot(tensor), view_form(func), operation.args
             if view is None or view is _AS_STRIDED:
                 view, template = _AS_STRIDED, (template[0], tuple(tensor.shape), tensor.stride())
-            self._writer.step(view, template, (), (slot,), ((),), (own,))
+            self.writer.step(view, template, (), (slot,), ((),), (own,))
         return result
 
     # -- the end ---------------------------------------------------------------------------------------------------
@@ -447,7 +437,7 @@ class _Recorder(TorchDispatchMode):
             written_inputs=self._written_inputs(),
             unseen=log.unseen.count,
             unseen_where=log.unseen.where,
-            asks=log.counter.asks(self._writer.windows) if log.counter else (),
+            asks=log.counter.asks(self.writer.windows) if log.counter else (),
             unset=frozenset(self._unset),
             handed_out=self.handed_out.where,
             refs=tuple(table.refs),
@@ -461,7 +451,7 @@ class _Recorder(TorchDispatchMode):
         self.runner.require_no_caught_error()
         self.log.note_unseen_nodes(None)
         self.handed_out.compare(None, "before the end", None)
-        if self._states and self._writer.generator is not None and not self._states.settled():
+        if self._states and self.writer.generator is not None and not self._states.settled():
             raise _random_state_set("after the last draw of random numbers")
         for tensor in outputs:
             if tensor.device != self.log.device:

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 
 from nimble_core.ir.allocations import Ask
-from nimble_core.ir.program import Program, TensorRef
+from nimble_core.ir.program import Fuse, Origin, Program, Role, TensorRef
 from nimble_core.torch_compat.dispatch import foreach_copy_
 from nimble_core.tracing.pytree import Structure
 from nimble_core.tracing.strides import widened
@@ -24,7 +25,9 @@ from nimble_core.tracing.strides import widened
 __all__ = [
     "Held",
     "Issuer",
+    "Provenance",
     "Recording",
+    "Rewritten",
     "Slot",
     "Step",
     "fill",
@@ -168,10 +171,6 @@ def rewinding(recording: Recording, inputs: Sequence[torch.Tensor]) -> Callable[
 
     Positions in a cache are counters: many replays of one input would count them out of range, which ends the process's
     use of a GPU. Of the model's own tensors only those count that other calls read.
-
-    Args:
-        recording: what is replayed.
-        inputs: the tensors that replays read and write, with the values to put back.
     """
     calls = recording.program.calls
     counters = {recording.program.inputs[at].storage: inputs[at] for at in recording.written_inputs}
@@ -199,12 +198,7 @@ def slots_in(args: Sequence[Any]) -> Iterator[int]:
 
 
 class Issuer:
-    """Runs the steps of one recording over its own tensors.
-
-    Args:
-        recording: what to run.
-        inputs: one tensor per program input, or its corner: the rest is zeros then.
-    """
+    """Runs the steps of one recording over its own tensors. An input may be a corner of what was: the rest is zeros."""
 
     def __init__(self, recording: Recording, inputs: Sequence[torch.Tensor]) -> None:
         self.recording = recording
@@ -343,3 +337,24 @@ def issuing(device_type: str) -> Iterator[None]:
     """Run recorded operators inside without autograd and autocast, whose casts were recorded."""
     with torch.no_grad(), torch.autocast(device_type, enabled=False):
         yield
+
+
+Provenance = Callable[[Any, FrameType], tuple[tuple[Origin, ...], tuple[int, ...]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """A function that computes the same as the model by other calls.
+
+    Args:
+        fuse: whose kernels it runs.
+        run: from input tensors to output tensors, in the order of the eager Program's.
+        provenance: ``(origins, eager calls)`` of the call that is being issued, from the operator and the frame that
+            issues it.
+        owned: ``(role, name, tensor)`` of constants, and of what the model is known to own.
+    """
+
+    fuse: Fuse
+    run: Callable[..., Sequence[torch.Tensor]]
+    provenance: Provenance
+    owned: Sequence[tuple[Role, str, torch.Tensor]] = ()

@@ -1,4 +1,4 @@
-"""What holds on a thread while it records: what libraries are told, where refusals go, which seeds are followed."""
+"""What holds on a thread: its phase of a step, its autocast, and, while it records, what libraries are told."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from types import FrameType
 
 import torch
 
+from nimble_core.ir.program import Phase
 from nimble_core.torch_compat.dispatch import lifts_host_tensors, set_lifts_host_tensors
 from nimble_core.torch_compat.public import IS_CAPTURING
 from nimble_core.tracing.rng_state import RandomStates
@@ -17,11 +19,17 @@ from nimble_core.utils.errors import NimbleError
 from nimble_core.utils.locks import free_after_fork
 
 __all__ = [
+    "Autocast",
     "announced",
     "autocast_cache_cleared",
+    "autocast_name",
+    "autocast_type",
+    "current_phase",
     "followed_states",
     "following",
+    "no_autocast",
     "noting_refusals",
+    "phase",
     "raise_or_note",
     "recording_here",
     "refusals_noted",
@@ -134,3 +142,74 @@ def tensors_lifted_first() -> Iterator[None]:
         yield
     finally:
         set_lifts_host_tensors(before)
+
+
+_now: ContextVar[Phase] = ContextVar("phase", default="forward")
+
+
+def current_phase() -> Phase:
+    """Return the phase that is running on this thread; ``"forward"`` by default."""
+    return _now.get()
+
+
+@contextmanager
+def phase(name: Phase) -> Iterator[None]:
+    """Let calls inside belong to phase ``name``.
+
+    >>> with phase("backward"):
+    ...     current_phase()
+    'backward'
+    """
+    token = _now.set(name)
+    try:
+        yield
+    finally:
+        _now.reset(token)
+
+
+def autocast_type(device: str) -> torch.dtype | None:
+    """Return the type that autocast casts products to here; None if it is off."""
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def autocast_name(casts: torch.dtype | None) -> str:
+    """Name such a type: ``"bfloat16"``, or ``"off"``."""
+    return "off" if casts is None else str(casts).removeprefix("torch.")
+
+
+@contextmanager
+def no_autocast(device: str) -> Iterator[None]:
+    """Turn autocast off inside: in a backward, and where casts were recorded as calls.
+
+    Source:
+        PyTorch documentation, "Automatic Mixed Precision package": backward passes under autocast are not recommended,
+        their operators run in the types that autocast chose for the forward's.
+    """
+    with torch.autocast(device, enabled=False), torch.autocast("cpu", enabled=False):
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """The autocast under which something was recorded: its casts are calls of the recording.
+
+    Args:
+        device: type of the device, e.g. ``"cuda"``.
+        casts: type that autocast cast to; None if it was off.
+    """
+
+    device: str
+    casts: torch.dtype | None
+
+    @classmethod
+    def here(cls, device: str) -> Autocast:
+        """Return the autocast in force."""
+        return cls(device, autocast_type(device))
+
+    def holds(self) -> bool:
+        """Return whether this autocast is in force."""
+        return autocast_type(self.device) is self.casts
+
+    def change(self) -> str:
+        """Say how the autocast in force differs from this one."""
+        return f"autocast was {autocast_name(self.casts)} then, and is {autocast_name(autocast_type(self.device))} now"

@@ -69,12 +69,7 @@ def _shared(device: torch.device) -> dict[str, _Generator]:
 
 
 class Draws:
-    """What a run draws from the generators that all threads share.
-
-    Args:
-        device: the model's; ``TORCH`` is torch's generator for it.
-        known: names of the generators that the run draws from; None to find out.
-    """
+    """What a run draws from the generators that all threads share."""
 
     def __init__(self, device: torch.device, known: Collection[str] | None) -> None:
         self.alone = alone()
@@ -147,13 +142,7 @@ def random_state_kept(
 
 
 def seed_otherwise(device: torch.device, generators: Iterable[torch.Generator], draws: Collection[str]) -> None:
-    """Seed what a model draws from as no model would, so that branches on it and seeds that it sets show.
-
-    Args:
-        device: the model's.
-        generators: the user's own generators.
-        draws: names of the shared generators.
-    """
+    """Seed what a model draws from as no model would, so that branches on it and seeds that it sets show."""
     for one in generators:
         if one.device.type == device.type:  # what a host draws for a GPU's model is a constant of it
             _seed(one, next(_seeds))
@@ -180,11 +169,7 @@ def state_of(generator: torch.Generator | None) -> torch.Tensor:
 
 
 class RandomStates:
-    """Follows generators on the host through the draws of a run that began after ``seed_otherwise``.
-
-    Args:
-        own: those of the user's generators that the model draws from.
-    """
+    """Follows generators on the host through the draws of a run that began after ``seed_otherwise``."""
 
     def __init__(self, own: Sequence[torch.Generator]) -> None:
         self._generators = [torch.default_generator, *own]

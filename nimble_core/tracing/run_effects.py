@@ -1,8 +1,8 @@
-"""What a run changes in its model, such as tensors that it replaces, and which changes no replay can repeat."""
+"""What a run does that no replay can repeat: tensors it replaces, attributes it changes, memory it did not fill."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,17 +13,49 @@ from nimble_core.tracing.operator_traits import has_memory, owned_tensors, stora
 from nimble_core.tracing.recording import Held
 from nimble_core.tracing.run_log import RunLog
 from nimble_core.tracing.side_effects import Change, Changes
-from nimble_core.tracing.unfilled_memory import reads_nothing
 from nimble_core.utils.errors import NotStaticError
 
 __all__ = [
+    "EMPTY_STRIDED",
     "Replaced",
     "changed_values",
     "notes_of",
+    "reads_nothing",
     "replaced_tensors",
     "require_none_replaced",
     "require_reads_kept",
+    "unfilled_read",
 ]
+
+EMPTY_STRIDED = torch.ops.aten.empty_strided.default
+"""The host step that makes all memory without content."""
+
+
+def unfilled_read(log: RunLog, outputs: Set[int]) -> str:
+    """Say where memory is read that no call has filled, as a C++ extension may have; empty if nowhere.
+
+    Not where the content may not matter: templates, what is added zero times, what a mask leaves out.
+    """
+    storage_of = log.table.storage_of
+    blank = {storage_of[step.outputs[0]] for step in log.steps if step.func is EMPTY_STRIDED and 0 not in step.args[0]}
+    for call in log.calls if blank else ():
+        written = {ref.storage for ref in call.writes}
+        if blank & {ref.storage for ref in call.reads} - written and not reads_nothing(call):
+            return f"before {call}: it reads memory that no call has filled"
+        blank -= written
+    return "an output is memory that no call has filled" if blank & outputs else ""
+
+
+def reads_nothing(call: Call) -> bool:
+    """Return whether the content of a tensor that a call takes may not matter."""
+    never_added = any(name == "beta" and text in ("0", "0.0") for name, text in call.arguments)
+    return (
+        not call.reads
+        or never_added
+        or call.label.startswith(("new_", "masked_", "where"))
+        or call.label.endswith("_like")
+    )
+
 
 _COPIES = (
     "aten._to_copy.default",
@@ -35,13 +67,7 @@ _COPIES = (
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """A tensor of the model that a run reads and then replaces.
-
-    Args:
-        what: the tensor, in words.
-        where: the call that makes the new one, or reads the old one.
-        fix: what to do.
-    """
+    """A tensor of the model that a run reads and then replaces."""
 
     what: str
     where: str
@@ -95,11 +121,6 @@ def replaced_tensors(model: Callable[..., Any], changes: Changes, log: RunLog) -
     Without those that no call reads, such as weights that are computed anew; those replaced by a copy, as by
     ``.to(dtype)``, or on the host by the same values made from nothing; and memory that the model still has under a
     name that did not change.
-
-    Args:
-        model: what ran.
-        changes: of its attributes.
-        log: of the run.
     """
     calls, table = log.calls, log.table
     tensors = {name: change for name, change in changes.items() if _are_tensors(change)}
@@ -133,14 +154,7 @@ def replaced_tensors(model: Callable[..., Any], changes: Changes, log: RunLog) -
 
 
 def notes_of(changes: Changes, replaced: Mapping[str, Replaced], drawn: Sequence[str], *, seeds: bool) -> Iterator[str]:
-    """Say what the forward does in Python that replays do not.
-
-    Args:
-        changes: of the model's attributes.
-        replaced: those among them that are of tensors which the run reads.
-        drawn: generators of Python and numpy that it draws from.
-        seeds: whether it sets torch's random state.
-    """
+    """Say what the forward does in Python that replays do not."""
     if seeds:
         yield "the forward sets torch's random state, which a replay does not repeat"
     if drawn:

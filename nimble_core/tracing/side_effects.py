@@ -14,13 +14,11 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from nimble_core.torch_compat.autograd import preserve_version_counter, set_grad_enabled, set_version_counter
+from nimble_core.torch_compat.autograd import preserve_version_counter, set_version_counter
 from nimble_core.torch_compat.dispatch import (
     HigherOrderOperator,
     TorchDispatchMode,
-    current_modes,
     modes_off,
-    pop_mode,
     pytree,
 )
 from nimble_core.tracing.operator_traits import (
@@ -42,6 +40,7 @@ from nimble_core.tracing.strides import elements_once
 from nimble_core.tracing.tensor_escapes import exports_seen
 from nimble_core.tracing.torchscript import operator_by_operator, scripted_parts
 from nimble_core.utils.errors import CaptureError, InputError
+from nimble_core.utils.interrupts import interrupts_postponed
 
 __all__ = [
     "Change",
@@ -170,26 +169,12 @@ class Guard:
             yield
 
     def restore(self) -> None:
-        """Undo the writes and the draws, last first. An interrupt meanwhile is raised once all is undone."""
-        late, grad = None, torch.is_grad_enabled()
-        while True:
-            try:
-                try:
-                    set_grad_enabled(False)  # torch.no_grad() is Python: interrupted, it would stay
-                    self._undo()
-                finally:
-                    set_grad_enabled(grad)
-                break
-            except KeyboardInterrupt as error:
-                late = error
-        if late is not None:
-            raise late
-
-    def _undo(self) -> None:
-        for one in reversed(self._saved):
-            one.restore()
-        for generator, state in reversed(self._drawn.items()):  # one may go by as several objects
-            generator.set_state(state)
+        """Undo the writes and the draws, last first; an interrupt waits until all is undone."""
+        with interrupts_postponed(), torch.no_grad():
+            for one in reversed(self._saved):
+                one.restore()
+            for generator, state in reversed(self._drawn.items()):  # one may go by as several objects
+                generator.set_state(state)
 
 
 @contextmanager
@@ -204,7 +189,7 @@ def preserved(
     """Restore, at the end or after an error, what runs of ``model`` inside change.
 
     That is attributes, memory of parameters and buffers, random state, the tensors reported to the guard's
-    ``before_write``, the generators reported to its ``before_draw``, and the active dispatch modes.
+    ``before_write`` and the generators reported to its ``before_draw``.
 
     Args:
         model: module or function.
@@ -224,23 +209,7 @@ def preserved(
         changed = stack.enter_context(_attributes_kept(model))
         guard = Guard(live, changed, drawn)
         stack.callback(guard.restore)
-        stack.enter_context(_modes_kept())
         yield guard
-
-
-@contextmanager
-def _modes_kept() -> Iterator[None]:
-    """End the dispatch modes that a run inside leaves active, as one does that is interrupted at a mode's end."""
-    before = current_modes()
-    try:
-        yield
-    finally:
-        for mode in reversed(current_modes()):
-            if not any(mode is one for one in before):
-                try:
-                    mode.__exit__(None, None, None)
-                except IndexError:  # it was interrupted in its exit, with torch's flags put back already
-                    pop_mode()
 
 
 class _WriteGuard(TorchDispatchMode):
@@ -374,13 +343,7 @@ def requirements_kept(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterato
 
 
 def _refusal(error: RuntimeError, modules: Mapping[int, str], *, differentiates: bool) -> CaptureError | None:
-    """Return an error with a place and a remedy for what autograd refuses; None for other errors.
-
-    Args:
-        error: the error that a run of the model raised.
-        modules: paths of modules, by id.
-        differentiates: whether the run was of a model and its backward.
-    """
+    """Return an error with a place and a remedy for what autograd refuses; None for other errors."""
     text, frame = str(error), [frame for frame, _ in walk_tb(error.__traceback__)][-1]
     if "leaf Variable that requires grad" in text:
         return CaptureError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,11 +17,13 @@ from nimble_core.tracing.pytree import (
     flatten,
     leaf_paths,
     reader,
+    same_structure,
     structure_difference,
 )
+from nimble_core.tracing.structure import parts
 from nimble_core.utils.errors import CaptureError, InputError
 
-__all__ = ["SHOWN", "Signature", "in_words", "require_initialised", "require_plain", "require_unchanged", "take_apart"]
+__all__ = ["Signature", "nearest", "require_initialised", "require_plain", "require_unchanged", "take_apart"]
 
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
@@ -28,8 +31,10 @@ Kwargs = Mapping[str, Any]
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Classes without operators of their own, which a replay would not run. Buffers are of the first class."""
 
-SHOWN = 8
-"""The most tensors, and other inputs, that a message names of one signature: a cache has hundreds."""
+_SHOWN = 8
+"""The most tensors that a message names of one signature: a cache has hundreds."""
+_LISTED = 3
+"""Signatures that a refused call is shown; the others are counted."""
 _IN_PLACE = "return what it adds, or write tensors in place"
 _STATIC_CACHE = (
     "pass a StaticCache of the greatest length that is needed, after the model itself has run on it once; or no cache, "
@@ -59,7 +64,7 @@ class Signature:
         if not self.tensors:
             raise InputError("no tensor among the inputs", fix="pass at least one example tensor to prepare or compare")
         self.device = _one_device(
-            self.tensors, self.paths, [in_words(path, called) for path in cache_paths(self.structure)]
+            self.tensors, self.paths, [_in_words(path, called) for path in cache_paths(self.structure)]
         )
         for tensor, path in zip(self.tensors, self.paths, strict=True):
             _require_dense(tensor, path)
@@ -150,7 +155,7 @@ class Signature:
             return "; ".join(words)
         tensors, given, _ = take_apart(args, {name: kwargs[name] for name in self.names}, self._called)
         if found := structure_difference(self.structure, given):
-            return f"{in_words(found.path, self._called)}: expected {found.was}, given {found.now}"
+            return f"{_in_words(found.path, self._called)}: expected {found.was}, given {found.now}"
         for tensor, (shape, dtype, device), path in zip(tensors, self.metas, self.paths, strict=True):
             if tensor.is_nested or tensor.layout is not torch.strided:
                 kind = "a nested" if tensor.is_nested else f"a {tensor.layout}".replace("torch.", "", 1)
@@ -174,19 +179,53 @@ class Signature:
 
     def __str__(self) -> str:
         shown = [f"{path}: {_describe(*meta)}" for path, meta in zip(self.paths, self.metas, strict=True)]
-        more = [f"and {len(shown) - SHOWN} more tensors"] if len(shown) > SHOWN + 1 else []
-        return ", ".join([*shown[:SHOWN], *more] if more else shown)
+        more = [f"and {len(shown) - _SHOWN} more tensors"] if len(shown) > _SHOWN + 1 else []
+        return ", ".join([*shown[:_SHOWN], *more] if more else shown)
+
+
+def nearest(
+    signatures: Sequence[Signature], elsewhere: Sequence[bool], args: Args, kwargs: Kwargs, called: Sequence[str] = ()
+) -> tuple[Signature, str]:
+    """Return the signature that a refused call differs least from, and a list of all in words, nearest first.
+
+    Args:
+        signatures: one at least.
+        elsewhere: of each, whether it would not do for these inputs either, for another reason.
+        args: positional inputs of the call.
+        kwargs: keyword inputs.
+        called: what users call positional inputs, as in :class:`Signature`.
+    """
+    ordered = list(signatures)
+    with suppress(InputError):  # inputs that cannot be looked into are as far from each
+        tensors, structure, _ = take_apart(args, kwargs, called)
+        given = dict(parts(structure))
+
+        def distance(at: int) -> tuple[int, int, bool]:
+            """Return how many inputs differ, in how many ways, and whether another reason speaks against it."""
+            prepared = dict(parts(signatures[at].structure))
+            ways = [_ways(prepared.get(path), given.get(path), signatures[at], tensors) for path in prepared | given]
+            return sum(map(bool, ways)), sum(ways), elsewhere[at]
+
+        ordered = [signatures[at] for at in sorted(range(len(signatures)), key=distance)]
+    different = list(dict.fromkeys(map(str, ordered)))  # the same inputs under another autocast are listed once
+    more = [f"and {len(different) - _LISTED} more"] if len(different) > _LISTED else []
+    return ordered[0], "; ".join([*different[:_LISTED], *more])
+
+
+def _ways(was: Structure | None, now: Structure | None, signature: Signature, tensors: Sequence[torch.Tensor]) -> int:
+    """In how many ways an input differs from the prepared one: of a tensor each dimension is one."""
+    if isinstance(was, Leaf) and isinstance(now, Leaf):
+        (shape, dtype, device), tensor = signature.metas[was.index], tensors[now.index]
+        if tensor.is_nested:  # has no shape
+            return 1
+        fewer = abs(tensor.ndim - len(shape))
+        sizes = fewer or sum(a != b for a, b in zip(tensor.shape, shape, strict=True))
+        return sizes + (tensor.dtype is not dtype) + (tensor.device != device)
+    return 0 if was is not None and now is not None and same_structure(was, now) else 1
 
 
 def require_unchanged(structure: Structure, tensors: Sequence[torch.Tensor], inputs: Any, names: Sequence[str]) -> None:
-    """Raise CaptureError if a run changed its inputs other than by writing into tensors.
-
-    Args:
-        structure: structure of the inputs before the run.
-        tensors: tensors of the inputs before the run.
-        inputs: positional and keyword inputs after the run, or another pair.
-        names: names of positional inputs, as in :class:`Signature`.
-    """
+    """Raise CaptureError if a run changed its inputs other than by writing into tensors."""
     after, now = flatten(inputs, what="")
     if found := structure_difference(structure, now):
         path = found.path
@@ -195,7 +234,7 @@ def require_unchanged(structure: Structure, tensors: Sequence[torch.Tensor], inp
         path = next((path for one, other, path in known if one is not other), "")
     if path:
         raise CaptureError(
-            f"the forward changes {in_words(path, names)}, which it is given: a replay would not",
+            f"the forward changes {_in_words(path, names)}, which it is given: a replay would not",
             fix=_STATIC_CACHE if path.startswith((*cache_paths(structure),)) else _IN_PLACE,
         )
 
@@ -205,23 +244,18 @@ def take_apart(
 ) -> tuple[list[torch.Tensor], Structure, list[str]]:
     """Return the tensors of inputs, the structure of ``(args, kwargs)`` around them, and the tensors' names.
 
-    Args:
-        args: positional inputs.
-        kwargs: keyword inputs.
-        called: names of positional inputs, as in :class:`Signature`.
-
     Raises:
         InputError: as :func:`nimble_core.tracing.pytree.flatten`, with these names.
     """
     try:
         tensors, structure = flatten((tuple(args), dict(kwargs)), what="")
     except InputError as error:
-        what, where = (in_words(text, called) for text in (error.what, error.where))
+        what, where = (_in_words(text, called) for text in (error.what, error.where))
         raise InputError(what, where=where, fix=error.fix) from None
-    return tensors, structure, [in_words(path, called) for path in leaf_paths(structure)]
+    return tensors, structure, [_in_words(path, called) for path in leaf_paths(structure)]
 
 
-def in_words(path: str, called: Sequence[str]) -> str:
+def _in_words(path: str, called: Sequence[str]) -> str:
     """Return a path from ``(args, kwargs)`` on in the user's words; it may begin a sentence."""
     for position, name in enumerate(called):
         if path.startswith(f"[0][{position}]"):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nimble_core.tracing.plain_values import is_plain
+from nimble_core.tracing.structure import is_plain
 
 __all__ = ["Change", "Changes", "Snapshot"]
 
@@ -42,11 +42,7 @@ Changes = dict[str, Change]
 
 
 class Snapshot:
-    """The attributes of modules and what containers among these hold, to find changes and to undo them.
-
-    Args:
-        modules: by path.
-    """
+    """The attributes of modules and what containers among these hold, to find changes and to undo them."""
 
     def __init__(self, modules: Mapping[str, torch.nn.Module]) -> None:
         self._tables = {path: vars(module) for path, module in modules.items()}

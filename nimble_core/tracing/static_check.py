@@ -313,13 +313,7 @@ def changed_constant(first: Recording, second: Recording) -> str:
 
 
 def identical(a: torch.Tensor, b: torch.Tensor, loose: float = 0.0) -> bool:
-    """Return whether two tensors hold the same numbers; nan counts as equal to nan.
-
-    Args:
-        a: the one.
-        b: the other.
-        loose: share of the largest number by which floating-point numbers may differ.
-    """
+    """Return whether two tensors hold the same numbers; nan counts as equal to nan."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if torch.equal(a, b) or not a.is_floating_point():

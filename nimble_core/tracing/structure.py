@@ -1,12 +1,20 @@
-"""The structure of nested values around their tensors: paths in it, and where two of them differ."""
+"""The structure of nested values around their tensors: what is in it, paths in it, and where two of them differ."""
 
 from __future__ import annotations
 
+import datetime
+import decimal
+import enum
+import io
+import re
+import sys
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
-from nimble_core.tracing.plain_values import equal, shown
+import torch
 
 __all__ = [
     "Constant",
@@ -15,13 +23,35 @@ __all__ = [
     "Node",
     "Structure",
     "cache_paths",
+    "equal",
+    "frozen",
     "in_short",
+    "is_array",
+    "is_cache",
+    "is_iterator",
+    "is_plain",
     "leaf_paths",
     "parts",
     "same_structure",
+    "shown",
+    "stands_for_itself",
     "step_to",
     "structure_difference",
 ]
+
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, slice, range, type, type(None), type(...), type(NotImplemented), CodeType),
+    *(enum.Enum, decimal.Decimal, datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.finfo, torch.iinfo),
+)
+_TRANSPARENT = (object, dict, OrderedDict, defaultdict, list, tuple)
+"""Types that are written in C and hold nothing but attributes and items."""
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: all classes that are written in Python
+_CACHE = re.compile(r"transformers(_modules)?\..*(Cache|Layer|KVSharingDict)$")
+"""Classes of caches of Hugging Face and of their layers, also in the files that models bring along."""
+
+
+# -- structures ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +97,12 @@ class Node:
     Args:
         kind: ``"list"``, ``"tuple"``, ``"namedtuple"``, ``"dict"``, ``"record"`` (dataclass), ``"output"`` (ordered
             dict and dataclass in one, as Hugging Face returns them), ``"cache"`` (of Hugging Face, or its layers),
-            ``"pytree"`` or ``"object"`` (any other, without tensors).
+            or ``"pytree"``.
         type: the container's class.
-        keys: keys or names of attributes, parallel to ``children``; positions for sequences; for an object, what leads
-            to each child in Python: ``".a"``, ``"[0]"``.
+        keys: keys or names of attributes, parallel to ``children``; positions for sequences.
         children: what it contains.
         context: what a registered pytree node needs to be built again; for a cache in an output, which input it is, as
-            ``(0, position)`` or ``(1, keyword)``; an object itself.
+            ``(0, position)`` or ``(1, keyword)``.
     """
 
     kind: str
@@ -88,13 +117,7 @@ Structure = Leaf | Constant | Node
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where something is not what it was.
-
-    Args:
-        path: from the value on, ``".held[0]"``.
-        was: what was there, in words.
-        now: what is there now, in words.
-    """
+    """Where something is not what it was."""
 
     path: str
     was: str
@@ -103,14 +126,12 @@ class Difference:
 
 def step_to(kind: str, key: object) -> str:
     """Return what leads from a container to a child in Python, by the container's kind and the child's key."""
-    if kind == "object":
-        return str(key)
     return f".{key}" if kind in ("namedtuple", "record", "output", "cache") else f"[{key!r}]"
 
 
 def parts(structure: Structure, path: str = "") -> Iterator[tuple[str, Structure]]:
-    """Yield what is no container with children, and its path: tensors, constants, empty containers, objects."""
-    if isinstance(structure, Node) and structure.children and structure.kind != "object":
+    """Yield what is no container with children, and its path: tensors, constants, empty containers."""
+    if isinstance(structure, Node) and structure.children:
         for key, child in zip(structure.keys, structure.children, strict=True):
             yield from parts(child, path + step_to(structure.kind, key))
     else:
@@ -133,23 +154,19 @@ def cache_paths(structure: Structure, path: str = "") -> Iterator[str]:
 
 
 def same_structure(was: Structure, now: Structure) -> bool:
-    """Whether two structures hold tensors at the same places and equal constants around them.
-
-    Objects may have gained attributes since.
-    """
+    """Whether two structures hold tensors at the same places and equal constants around them."""
     return structure_difference(was, now) is None
 
 
 def structure_difference(was: Structure, now: Structure, path: str = "") -> Difference | None:
     """Return where two structures that are not the same first differ; ``path`` is that of the whole."""
     if isinstance(was, Node) and isinstance(now, Node) and was.type is now.type:
-        pairs = _pairs(was, now)
-        if pairs is None:
+        if was.keys != now.keys:
             return Difference(path, f"keys {list(was.keys)}", str(list(now.keys)))
-        for key, one, other in pairs:
+        for key, one, other in zip(was.keys, was.children, now.children, strict=True):
             if found := structure_difference(one, other, path + step_to(was.kind, key)):
                 return found
-        same = was.kind in ("cache", "object") or equal(was.context, now.context)
+        same = was.kind == "cache" or equal(was.context, now.context)
     elif isinstance(was, Constant) and isinstance(now, Constant):
         same = equal(was.was, now.was)
     else:
@@ -157,20 +174,91 @@ def structure_difference(was: Structure, now: Structure, path: str = "") -> Diff
     return None if same else Difference(path, in_short(was), in_short(now))
 
 
-def _pairs(was: Node, now: Node) -> list[tuple[Any, Structure, Structure]] | None:
-    """Return the children of both by key; None if they have other keys."""
-    children = now.children
-    if was.keys != now.keys:
-        held = dict(zip(now.keys, now.children, strict=True))
-        gained = held.keys() - set(was.keys)
-        if was.kind != "object" or len(held) - len(gained) < len(was.keys) or any(key[0] != "." for key in gained):
-            return None
-        children = tuple(held[key] for key in was.keys)
-    return list(zip(was.keys, was.children, children, strict=True))
-
-
 def in_short(structure: Structure) -> str:
     """Return a structure in a few words."""
     if isinstance(structure, Leaf):
         return "a tensor"
     return shown(structure.was) if isinstance(structure, Constant) else structure.type.__name__
+
+
+# -- values that are no tensors -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """The bytes of an array or a bytearray, with the words to show it by."""
+
+    layout: tuple[Any, ...]
+    data: bytes
+    words: str
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value cannot change, and holds nothing but what its type says: a number, a string, a type."""
+    numpy = sys.modules.get("numpy")
+    return isinstance(value, _PLAIN) or bool(
+        numpy and isinstance(value, (numpy.generic, numpy.dtype)) and not isinstance(value, numpy.void)
+    )
+
+
+def is_iterator(value: object) -> bool:
+    """Whether reading a value uses it up (an open file is not meant)."""
+    return isinstance(value, Iterator) and not isinstance(value, io.IOBase)
+
+
+def equal(a: object, b: object) -> bool:
+    """Whether two values are the same, or of one type and equal; NaN equals NaN, 0.0 does not equal -0.0."""
+    if a is b:
+        return True
+    try:
+        if type(a) is not type(b):
+            return False
+        if a == b:
+            return not is_plain(a) or bool(a) or str(a) == str(b)
+        return bool(a != a and b != b and is_plain(a))
+    except Exception:  # an object whose comparison fails is only equal to itself
+        return False
+
+
+def frozen(value: Any) -> Any:
+    """Return what can be compared with ``value`` later, after it may have been changed in place."""
+    if is_array(value) and not value.dtype.hasobject:
+        return _Memory((type(value), value.shape, value.dtype.str), value.tobytes(), shown(value))
+    if isinstance(value, bytearray):
+        return _Memory((type(value),), bytes(value), shown(value))
+    return frozenset(value) if isinstance(value, set) else value
+
+
+def stands_for_itself(value: object) -> bool:
+    """Whether a value among the inputs is compared as one: functions, modules, arrays, and what is written in C."""
+    if isinstance(value, (set, frozenset)):
+        return all(map(is_plain, value))
+    base = next(cls for cls in type(value).__mro__ if not cls.__flags__ & _HEAP_TYPE)
+    return callable(value) or base not in _TRANSPARENT
+
+
+def is_array(value: object) -> bool:
+    """Whether a value is an array of numpy, which is not imported for this."""
+    numpy = sys.modules.get("numpy")
+    return bool(numpy and isinstance(value, numpy.ndarray))
+
+
+def shown(value: Any) -> str:
+    """Return ``value`` in a few words."""
+    if isinstance(value, _Memory):
+        return value.words
+    if is_array(value):
+        head = ", ".join(map(str, value.ravel()[:4].tolist()))[:60]
+        return f"{value.dtype}{list(value.shape)} [{head}{', …' if value.size > 4 else ''}]"
+    words = repr(value)[:80]
+    return words if is_plain(value) or not words.startswith("<") else f"a {type(value).__qualname__}"
+
+
+def is_cache(value: object) -> bool:
+    """Whether a value is a cache of Hugging Face, or a layer of one; ``transformers`` is not imported for this.
+
+    It can be made again from its attributes, without its constructor. Classes that derive from a known one count.
+    """
+    cls = type(value)
+    known = any(_CACHE.match(f"{base.__module__}.{base.__name__}") for base in cls.__mro__)
+    return known and cls.__new__ is object.__new__ and not isinstance(value, torch.nn.Module)

@@ -1,7 +1,6 @@
-"""Methods that take a tensor out of torch's sight, or off its device, without a call of the dispatcher.
+"""Methods that take a tensor out of torch's sight without a call of the dispatcher.
 
-Memory handed to numpy, or through DLPack, may be written without a call. Numbers in a list are read without one. And a
-copy to the host is none where the host stands in for the device that is planned for.
+Memory handed to numpy, or through DLPack, may be written without a call. Numbers in a list are read without one.
 """
 
 from __future__ import annotations
@@ -20,12 +19,11 @@ from nimble_core.torch_compat.dispatch import current_mode
 from nimble_core.torch_compat.public import TENSOR_METHODS
 from nimble_core.utils.locks import free_after_fork
 
-__all__ = ["exports_seen", "host_copies_seen", "readings_seen"]
+__all__ = ["exports_seen", "readings_seen"]
 
 _EXPORTS = ("numpy", "__dlpack__")
 """Methods that share a tensor's memory; ``__array__`` goes through the first."""
 _READINGS = ("tolist",)
-_COPIES = ("cpu", "to")
 _SEEING = free_after_fork(threading.RLock())
 
 Seen = Callable[[torch.Tensor, FrameType], None]
@@ -41,7 +39,7 @@ def exports_seen(seen: Seen) -> Iterator[None]:
     >>> found
     [torch.Size([3])]
     """
-    with _methods_told(_EXPORTS, lambda tensor, frame, name, given: seen(tensor, frame)):
+    with _methods_told(_EXPORTS, seen):
         yield
 
 
@@ -52,7 +50,7 @@ def readings_seen(seen: Seen) -> Iterator[None]:
     Not while modes are off, as where torch prints a tensor.
     """
 
-    def told(tensor: torch.Tensor, frame: FrameType, name: str, given: Sequence[Any]) -> None:
+    def told(tensor: torch.Tensor, frame: FrameType) -> None:
         if current_mode() is not None:
             seen(tensor, frame)
 
@@ -61,25 +59,8 @@ def readings_seen(seen: Seen) -> Iterator[None]:
 
 
 @contextmanager
-def host_copies_seen(seen: Seen) -> Iterator[None]:
-    """Call ``seen(tensor, frame of the caller)`` before this thread says ``x.cpu()`` or ``x.to("cpu")``.
-
-    Not for ``x.to(device)``: that may be the device of another tensor, for which the host stands in.
-    """
-
-    def told(tensor: torch.Tensor, frame: FrameType, name: str, given: Sequence[Any]) -> None:
-        if name == "cpu" or any(isinstance(one, str) and one.startswith("cpu") for one in given):
-            seen(tensor, frame)
-
-    with _methods_told(_COPIES, told):
-        yield
-
-
-@contextmanager
-def _methods_told(
-    names: Sequence[str], seen: Callable[[torch.Tensor, FrameType, str, Sequence[Any]], None]
-) -> Iterator[None]:
-    """Inside, methods of tensors that this thread calls tell ``seen(tensor, frame, name, arguments)`` first."""
+def _methods_told(names: Sequence[str], seen: Seen) -> Iterator[None]:
+    """Inside, methods of tensors that this thread calls tell ``seen(tensor, frame)`` first."""
     thread = threading.get_ident()
 
     def telling(name: str) -> Callable[..., Any]:
@@ -88,7 +69,7 @@ def _methods_told(
         @wraps(method)
         def told(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() == thread:
-                seen(tensor, sys._getframe(1), name, [*args, *kwargs.values()])
+                seen(tensor, sys._getframe(1))
             return method(tensor, *args, **kwargs)
 
         return told

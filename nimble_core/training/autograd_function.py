@@ -24,10 +24,10 @@ import torch
 from nimble_core.autotune.autotune import Tuned
 from nimble_core.runtime.device import Executable
 from nimble_core.torch_compat.autograd import batched_or_wrapped, graph_is_kept, queue_callback, will_execute
-from nimble_core.tracing.autocast import autocast_name, autocast_type
 from nimble_core.tracing.provenance import warn
 from nimble_core.tracing.recorded import Recorded
 from nimble_core.tracing.recording import Recording
+from nimble_core.tracing.recording_contexts import autocast_name, autocast_type
 from nimble_core.tracing.strides import copied
 from nimble_core.training.gradient_accumulation import ACCUMULATING, accumulate, set_aside
 from nimble_core.training.partial_backward import calls_only_for, draws_attention_masks, issued

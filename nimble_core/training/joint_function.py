@@ -13,11 +13,10 @@ from nimble_core.compiler.to_fx import lift
 from nimble_core.ir.program import Program, TensorRef
 from nimble_core.runtime.device import Device
 from nimble_core.scheduling.options import Options
-from nimble_core.tracing.autocast import no_autocast
-from nimble_core.tracing.input_windows import require_same_windows, windows_of
-from nimble_core.tracing.phase import phase
+from nimble_core.tracing.input_memory import require_same_windows, windows_of
 from nimble_core.tracing.pytree import Structure, builder, flatten
 from nimble_core.tracing.recorded import Recorded, record_static, state_kept
+from nimble_core.tracing.recording_contexts import no_autocast, phase
 from nimble_core.tracing.signature import require_unchanged
 from nimble_core.tracing.step_wrapper import Around
 from nimble_core.training.gradients import gradients_of

@@ -9,10 +9,9 @@ from typing import Any, Literal, Self
 import torch
 
 from nimble_core.torch_compat.dispatch import foreach_add_, foreach_copy_, foreach_mul, scale_checked_, update_scale_
-from nimble_core.tracing.autocast import no_autocast
-from nimble_core.tracing.input_windows import require_same_windows, windows_of
-from nimble_core.tracing.phase import phase
+from nimble_core.tracing.input_memory import require_same_windows, windows_of
 from nimble_core.tracing.pytree import builder, flatten, leaf_paths
+from nimble_core.tracing.recording_contexts import no_autocast, phase
 from nimble_core.tracing.signature import require_unchanged
 from nimble_core.tracing.step_wrapper import Around
 from nimble_core.tracing.strides import with_strides_of

@@ -14,8 +14,8 @@ from nimble_core.profiling.nvtx import Range, call_bytes, call_range, listener, 
 from nimble_core.torch_compat.autograd import current_node
 from nimble_core.torch_compat.dispatch import OpOverload, TorchDispatchMode
 from nimble_core.tracing.operator_traits import makes_memory_only, parts_of
-from nimble_core.tracing.phase import current_phase
 from nimble_core.tracing.recording import flat_tensors
+from nimble_core.tracing.recording_contexts import current_phase
 from nimble_core.utils.errors import InputError
 from nimble_viz.report.data import ReportData
 

@@ -18,10 +18,10 @@ import torch
 
 from nimble_core.ir.program import Phase
 from nimble_core.torch_compat.dispatch import foreach_copy_
-from nimble_core.tracing.autocast import no_autocast
 from nimble_core.tracing.provenance import pass_over
 from nimble_core.tracing.pytree import builder, flatten
 from nimble_core.tracing.recorded import state_kept
+from nimble_core.tracing.recording_contexts import no_autocast
 from nimble_core.tracing.side_effects import preserved
 from nimble_core.tracing.signature import take_apart
 from nimble_core.tracing.step_wrapper import require_training_mode

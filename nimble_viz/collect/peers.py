@@ -26,8 +26,8 @@ from nimble_core.torch_compat.compiler import (
 )
 from nimble_core.torch_compat.cuda import clear_cublas_workspaces
 from nimble_core.torch_compat.members import TRACER_WARNING
-from nimble_core.tracing.autocast import no_autocast
 from nimble_core.tracing.pytree import Structure, builder, flatten
+from nimble_core.tracing.recording_contexts import no_autocast
 from nimble_core.tracing.signature import Signature
 from nimble_core.utils.errors import InputError
 

@@ -86,13 +86,12 @@ def _recorded(
     from nimble_core.tracing.static_check import check_static
 
     stand_in, warnings = _stand_in(device)
-    remote = stand_in.type != device.type
     with progress.step("record without running"):
-        recording, signature = dry_run(model, args, kwargs, stand_in, remote=remote)
+        recording, signature = dry_run(model, args, kwargs, stand_in)
     host, drawn = torch.device("cpu"), recording.drawn
     with progress.step("record again"), random_state_kept(host, draws=drawn):
         seed_otherwise(host, (), drawn)
-        check_static(recording, dry_run(model, args, kwargs, stand_in, remote=remote)[0])
+        check_static(recording, dry_run(model, args, kwargs, stand_in)[0])
     with progress.step("hazards"):
         graph = build_graph(replace(recording.program, device=device.type))
     return Recorded(model, signature, recording, graph), warnings
@@ -170,5 +169,5 @@ def _stand_in(device: torch.device) -> tuple[torch.device, tuple[str, ...]]:
     # Parts of a torch without CUDA abort the process when they meet a tensor that is said to be there.
     return torch.device("cpu"), (
         "this build of torch knows no CUDA: operators that depend on the device (attention, recurrent layers, dropout) "
-        "are those of the host",
+        "are those of the host, and copies to the host are not refused",
     )

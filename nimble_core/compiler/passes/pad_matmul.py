@@ -21,7 +21,7 @@ from nimble_core.compiler.passes.channels_last import takes_windows
 from nimble_core.compiler.passes.decisions import Decisions, example
 from nimble_core.compiler.to_fx import drop_unused, is_view, pinned, reference_of, use_calls
 from nimble_core.torch_compat.dispatch import OpOverload
-from nimble_core.tracing.strides import copy_rows, corner, laid_out, restrided, row_by_row
+from nimble_core.tracing.strides import corner, laid_out, restrided, row_by_row
 
 __all__ = ["pad_products"]
 
@@ -305,8 +305,8 @@ def _alternatives(padding: _Padding, device: torch.device) -> tuple[_Counted, _C
         after.append((count, partial(_aten.constant_pad_nd.default, made(*sizes), padding.amounts(sizes))))
     for sizes, count in Counter(map(_sizes, set(padding.widened.values()))).items():
         given, wide = made(*sizes), made(*sizes[:-1], padding.size + padding.more)
-        before.append((count, partial(copy_rows, torch.empty_like(given), given)))
-        after.append((count, partial(copy_rows, corner(wide, sizes), given)))
+        before.append((count, partial(torch.empty_like(given).copy_, given)))
+        after.append((count, partial(corner(wide, sizes).copy_, given)))
     return before, after
 
 

@@ -33,8 +33,7 @@ from nimble_core.tracing.grad_accumulators import kept_graphs_apart
 from nimble_core.tracing.kernel_launches import Relaunch
 from nimble_core.tracing.pytree import builder, flatten
 from nimble_core.tracing.recorder import record
-from nimble_core.tracing.recording import Issuer, Recording, issuing
-from nimble_core.tracing.rewritten import Rewritten
+from nimble_core.tracing.recording import Issuer, Recording, Rewritten, issuing
 from nimble_core.tracing.rng_state import TORCH, random_state_kept
 from nimble_core.tracing.side_effects import preserved, rehearse
 from nimble_core.tracing.signature import Signature

@@ -17,7 +17,7 @@ from nimble_core.torch_compat.autograd import set_grad_enabled
 from nimble_core.torch_compat.cuda import current_stream
 from nimble_core.torch_compat.dispatch import foreach_copy_, foreach_zero_
 from nimble_core.tracing.recording import Recording, rewinding
-from nimble_core.tracing.strides import copy_rows, corner, rests
+from nimble_core.tracing.strides import corner, rests
 from nimble_core.utils.errors import DeviceError, first_line
 from nimble_core.utils.locks import capturing, launching
 
@@ -94,7 +94,7 @@ class CudaExecutable:
                 if self._rests:
                     foreach_zero_(self._rests)
                     for buffer, given in zip(buffers, inputs, strict=True):
-                        copy_rows(buffer, given)
+                        buffer.copy_(given)
                 elif len(buffers) == 1:
                     buffers[0].copy_(inputs[0], non_blocking=True)
                 else:

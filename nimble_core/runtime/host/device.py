@@ -38,8 +38,7 @@ from nimble_core.scheduling.memory_requirements import Layout
 from nimble_core.scheduling.simulator import DeviceModel
 from nimble_core.torch_compat.dispatch import no_torch_function
 from nimble_core.tracing.recorder import record
-from nimble_core.tracing.recording import Recording, issuing
-from nimble_core.tracing.rewritten import Rewritten
+from nimble_core.tracing.recording import Recording, Rewritten, issuing
 from nimble_core.tracing.rng_state import random_state_kept
 from nimble_core.tracing.side_effects import rehearse
 from nimble_core.utils.errors import CaptureError, DeviceError, NimbleError, first_line

@@ -65,23 +65,6 @@ def test_a_call_is_held_against_the_nearest_signature() -> None:
     net.close()
 
 
-def test_inputs_that_are_no_tensors_are_listed_where_they_differ() -> None:
-    x = torch.randn(3)
-    net = Nimble(lambda x, s, mode="a", same=1: x * s, QUICK)
-    net.prepare(x, 2.0, same=1).prepare(x, 3.0, mode="b", same=1)
-    with pytest.raises(InputError, match=r"inputs: args\[1\]: expected 2.0, given 5.0") as caught:
-        net(x, 5.0, same=1)
-    first, second = "args[0]: float32[3] on cpu, args[1]: 2.0", "args[0]: float32[3] on cpu, args[1]: 3.0"
-    assert caught.value.where == f"prepared: {first}; {second}, kwargs['mode']: 'b'"
-    with pytest.raises(InputError, match=r"args\[1\]: expected 3.0, given 5.0") as caught:
-        net(x, 5.0, mode="b", same=1)
-    assert caught.value.where == f"prepared: {second}, kwargs['mode']: 'b'; {first}"
-    with pytest.raises(InputError) as caught:
-        net(x, iter([1.0]), same=1)  # which cannot be looked into
-    assert caught.value.where == "prepared: args[0]: float32[3] on cpu"
-    net.close()
-
-
 @pytest.mark.parametrize("answer", ["eager", "prepare"])
 def test_other_shapes(answer: Any) -> None:
     model = Wide()

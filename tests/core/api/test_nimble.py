@@ -179,7 +179,7 @@ class Slotted:
         (lambda y: (y, memoryview(y.numpy())), "output[1]"),
         (lambda y: (one for one in [y]), "output"),
         (lambda y: (y, map(torch.relu, [y])), "output[1]"),
-        (lambda y: Slotted(y), "output.held"),
+        (lambda y: Slotted(y), "output"),
         (lambda y: [y, Slotted([1, "a"])], "output[1]"),
         (lambda y: ValueError(y), "output"),
         (lambda y: functools.partial(torch.add, y), "output"),

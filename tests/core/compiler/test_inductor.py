@@ -17,9 +17,9 @@ from torch import fx
 from nimble_core.compiler.inductor import _kernels_that_wait, compile_graph, provenance_in_code, source_nodes
 from nimble_core.compiler.to_fx import lift
 from nimble_core.runtime.fake import FakeDevice
+from nimble_core.tracing.kernel_launches import waits_first
 from nimble_core.tracing.recorded import Recorded, Stopwatch, check_inputs, record_static
 from nimble_core.tracing.recording import Recording
-from nimble_core.tracing.triton_code import waits_first
 from nimble_core.utils.errors import CaptureError
 from tests.support.fused_models import made
 

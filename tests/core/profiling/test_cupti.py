@@ -65,12 +65,6 @@ def test_an_attached_tool_keeps_cupti_to_itself(monkeypatch: pytest.MonkeyPatch,
     assert collect(never, never) == ([], {})
 
 
-def test_the_tool_is_called_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in reversed(TOOLS):
-        monkeypatch.setenv(name, "1")
-        assert attached_tool() == f"{TOOLS[name]} ({name} is set)"
-
-
 def test_a_running_profiler_keeps_cupti_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cupti, "_cupti", Untouchable)
     with torch.profiler.profile():
@@ -83,18 +77,6 @@ def test_without_cupti_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cupti, "_cupti", lambda: None)
     assert unavailable() == "cupti-python is not installed"
     assert collect(never, never) == ([], {})
-
-
-def test_an_observation_says_why_it_has_no_times() -> None:
-    executable = SimpleNamespace(
-        schedule=Schedule("nimble", (0, 0), (0, 1), ()),
-        raw=SimpleNamespace(kinds=("kernel", "kernel"), nodes=(1, 2), owner=(0, 1)),
-    )
-    why = "somebody else has it: replayed kernels have no times"
-    gpu = Multiprocessors(132, 2048, 65536, 233472)
-    seen = observed(executable, [], {}, 3, 1000.0, gpu, why)  # type: ignore[arg-type]  # what it reads of one
-    assert (seen.timeline.note, seen.timeline.reliable, seen.timeline.spans) == (why, False, ())
-    assert (seen.costs.source, seen.costs.seen, seen.costs.expected) == (f"unknown: {why}", 0, 2)
 
 
 def test_the_first_node_of_a_graph_is_told_from_work_outside_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,17 +112,6 @@ def test_the_first_node_of_a_graph_is_told_from_work_outside_graphs(monkeypatch:
     ]
 
 
-def test_a_graph_of_one_node_is_told_by_its_id() -> None:
-    executable = SimpleNamespace(
-        schedule=Schedule("single", (0,), (0,), ()), raw=RawGraph((1000,), ("kernel",), (), (0,))
-    )
-    gpu = Multiprocessors(132, 2048, 65536, 233472)
-    ran = [Activity("kernel", "neg", 0, 5, 7, 0, (8, 1, 1), (64, 1, 1))]
-    seen = observed(executable, ran, {0: 0}, 1, 1000.0, gpu, "")  # type: ignore[arg-type]
-    assert seen.timeline.check == SelfCheck(1, 1, "graph node id")
-    assert seen.timeline.nodes == (0,)
-
-
 IN = ["register", "enable", "enable"]
 ENDS = ["flush", "disable", "disable"]
 
@@ -162,14 +133,6 @@ def test_what_fails_leaves_no_cupti_behind() -> None:
         assert not cupti.present()
 
 
-@pytest.mark.parametrize("others", [0, 1, 2])
-def test_what_torch_replays_meanwhile_is_no_reason_to_stay(others: int) -> None:
-    with installed() as library:
-        collect(lambda: [library.replay(number) for number in range(1 + others)], lambda: None)
-        assert not cupti.present()
-        assert not hasattr(torch.cuda.CUDAGraph.replay, "__wrapped__")
-
-
 @pytest.mark.parametrize("why", ["torch's profiler was there", "another graph ran"])
 def test_cupti_stays_where_taking_it_out_could_break_graphs(why: str) -> None:
     with installed() as library:
@@ -189,18 +152,6 @@ def test_cupti_stays_where_taking_it_out_could_break_graphs(why: str) -> None:
             warnings.simplefilter("error")
             collect(lambda: library.replay(0), lambda: None)  # said once
         assert "finalize" not in library.asked
-
-
-@pytest.mark.parametrize("replayed", [False, True])
-def test_a_session_takes_cupti_out_again(replayed: bool) -> None:
-    with installed() as library:
-        session = kineto.Session(Profiler(library))
-        assert library.attached
-        if replayed:
-            library.replay(0)
-        session.stop()
-        assert library.asked == ["finalize"]
-        assert not cupti.present()
 
 
 @pytest.mark.parametrize("why", ["it was in before", "a graph was launched", "a tool is attached", "no cupti-python"])

@@ -10,13 +10,12 @@ import torch
 from nimble_core.ir.occupancy import Multiprocessors
 from nimble_core.ir.schedule import Schedule
 from nimble_core.ir.timeline import SelfCheck
-from nimble_core.profiling.cupti import Activity, taken
+from nimble_core.profiling.cupti import Activity
 from nimble_core.profiling.kernel_matching import Launch
 from nimble_core.profiling.kineto import collect, graph_activities
 from nimble_core.runtime.cuda import observing
 from nimble_core.runtime.cuda.observing import observed
 from nimble_core.scheduling.verify_capture import RawGraph
-from nimble_core.utils.errors import DeviceError
 
 
 def test_what_graph_launches_caused_is_kept() -> None:
@@ -44,14 +43,6 @@ def test_what_graph_launches_caused_is_kept() -> None:
         ("memset", "memset", 10, 14, 7, -1),
         ("kernel", "later", 20, 24, 7, -1),
     ]
-
-
-def test_a_tool_or_a_running_profiler_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert taken() == ""
-    with torch.profiler.profile():
-        assert taken() == "torch.profiler is running, and CUPTI serves one tool at a time"
-    monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
-    assert taken().startswith("Nsight Systems (NSYS_PROFILING_SESSION_ID is set) is attached")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
@@ -83,17 +74,6 @@ def test_an_observation_without_node_ids_asks_the_graph_for_names(monkeypatch: p
     assert line.check == SelfCheck(2, 2, "name and order")
     assert line.reliable
     assert [kernel.grid for kernel in seen.costs.kernels] == [(1, 1, 1), (2, 1, 1)]
-
-
-def test_a_graph_that_cannot_be_read_leaves_it_unreliable(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unread(raw: RawGraph) -> tuple[Launch, ...]:
-        raise DeviceError("cuGraphKernelNodeGetParams failed: CUDA_ERROR_INVALID_VALUE")
-
-    monkeypatch.setattr(observing, "read_launches", unread)
-    line = observed(CHAIN, RAN, {}, 1, 12.0, GPU, "").timeline  # type: ignore[arg-type]
-    assert not line.reliable
-    assert line.spans == ()
-    assert line.note == "no graph node ids, and cuGraphKernelNodeGetParams failed: CUDA_ERROR_INVALID_VALUE"
 
 
 @pytest.mark.gpu

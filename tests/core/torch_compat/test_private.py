@@ -107,15 +107,6 @@ def test_what_has_no_fallback_raises_when_it_is_used_and_names_this_torch() -> N
         ENTRIES.pop("torch.no.such.module:name", None)
 
 
-def test_a_name_may_be_a_module_that_nothing_has_imported_yet() -> None:
-    code = (
-        "from nimble_core.torch_compat.compiler import TRITON_ANALYSIS\n"
-        "print(hasattr(TRITON_ANALYSIS.find(), 'generate_ttir'))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.stdout.strip() == "True", done.stderr
-
-
 class _Above:
     inherited = staticmethod(lambda: "above")
 

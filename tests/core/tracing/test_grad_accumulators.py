@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -81,16 +80,6 @@ def test_an_error_that_is_kept_keeps_no_graph_of_the_capture_that_failed(monkeyp
     assert caught.value.__cause__ is not None
 
 
-def test_other_errors_and_other_captures_speak_for_themselves() -> None:
-    weight = leaf(3)
-    with pytest.raises(CaptureError, match="CUDA refused"), kept_graphs_apart({"weight": weight}):
-        fails()
-    kept = weight.sum()
-    with pytest.raises(ValueError, match="mine"), kept_graphs_apart({"weight": weight}):
-        raise ValueError("mine")
-    kept.backward()
-
-
 @pytest.mark.skipif(not REDIRECTS, reason="this torch cannot redirect gradients of graphs that are kept")
 @pytest.mark.parametrize("before", [False, True])
 def test_torch_redirects_where_it_can_and_as_long_as_it_takes(before: bool) -> None:
@@ -162,13 +151,6 @@ def test_hooks_of_a_node_are_found(register: str) -> None:
     require_no_node_hooks([("weight", weight), ("frozen", torch.ones(2)), ("made", weight * 2)])
 
 
-def test_hooks_of_the_leaf_are_not_the_nodes() -> None:
-    weight = leaf(3)
-    weight.register_hook(lambda gradient: None)
-    weight.register_post_accumulate_grad_hook(lambda one: None)
-    assert not has_node_hooks(weight)
-
-
 def test_training_refuses_hooks_that_it_would_pass_by() -> None:
     model, x, y = nn.Linear(4, 2), torch.randn(3, 4), torch.randn(3, 2)
     node: Any = get_gradient_edge(model.bias).node
@@ -181,39 +163,3 @@ def test_training_refuses_hooks_that_it_would_pass_by() -> None:
     handle.remove()
     step.prepare(x, y)
     step(x, y)
-
-
-# -- leaves of all kinds ---------------------------------------------------------------------------------------------
-
-
-def test_inference_mode_changes_nothing() -> None:
-    weight = leaf(3)
-    kept = (weight * weight).sum()
-    with torch.inference_mode():
-        assert not has_node_hooks(weight)
-        assert held_by_graphs({"weight": weight}) == ["weight"]
-    assert (weight.is_inference(), weight._version) == (False, 0)
-    kept.backward()
-    with torch.inference_mode(), pytest.raises(InputError, match="inference_mode is on"):
-        Nimble(nn.Linear(3, 2), Options(tune="off")).prepare(torch.randn(2, 3), training=True)
-
-
-def made_for_inference() -> nn.Parameter:
-    with torch.inference_mode():
-        return leaf(3)
-
-
-@pytest.mark.filterwarnings("ignore:Sparse|The PyTorch API of nested")
-@pytest.mark.parametrize(
-    "make",
-    [
-        made_for_inference,
-        lambda: nn.Parameter(torch.eye(3).to_sparse()),
-        lambda: nn.Parameter(torch.eye(3).to_sparse_csr()),
-        lambda: nn.Parameter(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
-    ],
-)
-def test_leaves_that_torch_makes_no_views_of_are_left_alone(make: Callable[[], nn.Parameter]) -> None:
-    weight = make()
-    require_no_node_hooks([("weight", weight)])
-    assert held_by_graphs({"weight": weight}) == []

@@ -1,4 +1,4 @@
-"""Values that the host reads: every run has to find them, or the model is refused."""
+"""What the host reads, waits for and does itself: every run finds the same, or the model is refused."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from torch import nn
 
 from nimble_core.api.nimble import Nimble
 from nimble_core.scheduling.options import Options
+from nimble_core.tracing.fake_run import _DeviceWork
+from nimble_core.tracing.recorder import record
+from nimble_core.tracing.signature import Signature
 from nimble_core.utils.errors import CaptureError, InputError, NotStaticError
-from tests.support.recordings import recorded, reissued
+from tests.support.models import Deep
+from tests.support.recordings import assert_clean, recorded, reissued
 
 
 def test_reading_a_constant_on_the_host_is_allowed() -> None:
@@ -142,3 +146,97 @@ def test_a_trained_parameter_that_is_read_is_refused() -> None:
 
     with pytest.raises(CaptureError, match="parameter scale is trained, and read on the host"):
         Nimble(Scaling(), Options(fuse="none", tune="off")).prepare(torch.randn(3), training=True)
+
+
+def _compare(x: torch.Tensor) -> torch.Tensor:
+    if x.sum() > 0:
+        return x
+    return x * 2
+
+
+REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "item": (lambda x: x * x.sum().item(), "_local_scalar_dense"),
+    "bool": (_compare, "_local_scalar_dense|is_nonzero"),
+    "float": (lambda x: x * float(x[0]), "_local_scalar_dense"),
+    "int": (lambda x: x * int(x[0]), "_local_scalar_dense"),
+    "index": (lambda x: x[: x.argmax()], "_local_scalar_dense"),
+    "nonzero": (lambda x: x.nonzero(), "nonzero"),
+    "where": (lambda x: torch.where(x > 0), "nonzero"),
+    "masked_select": (lambda x: x.masked_select(x > 0), "masked_select"),
+    "mask": (lambda x: x[x > 0], "aten.index"),
+    "unique": (lambda x: torch.unique(x), "unique"),
+    "repeat": (lambda x: torch.repeat_interleave(x, (x > 0).long()), "repeat_interleave"),
+    "equal": (lambda x: x if torch.equal(x, x + 1) else x * 2, "equal"),
+    "allclose": (lambda x: x if torch.allclose(x, x + 1) else x * 2, "allclose|_local_scalar|equal|nonzero"),
+    "one_hot": (lambda x: torch.nn.functional.one_hot(x.abs().long()), "_local_scalar_dense"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_calls_that_need_the_host_are_refused(name: str) -> None:
+    forward, operator = REFUSED[name]
+
+    class Inner(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return forward(x)
+
+    model = nn.Sequential(nn.Identity(), Inner())
+    with pytest.raises(CaptureError, match=operator) as caught:
+        recorded(model, torch.randn(5))
+    assert "in 1 at" in caught.value.where
+    assert f"test_host_reads.py:{forward.__code__.co_firstlineno}"[:-1] in caught.value.where
+    assert caught.value.fix
+    assert_clean()
+    assert recorded(Deep(), torch.randn(1, 8)).program.calls
+
+
+def test_batch_norm_that_averages_over_all_batches_is_told_what_helps() -> None:
+    model = nn.BatchNorm1d(4, momentum=None).train()
+    with pytest.raises(CaptureError, match="written by the model, and read on the host") as caught:
+        Nimble(model).prepare(torch.randn(3, 4), training=True)
+    assert caught.value.fix == "give momentum a number: with None torch reads how many batches there were"
+
+
+def test_random_numbers_drawn_into_a_constant_are_no_constant() -> None:
+    with pytest.raises(CaptureError, match="gives the host a value"):
+        Nimble(lambda x: x * torch.zeros(1).uniform_().item()).prepare(torch.randn(3))
+
+
+def host_numbers(model: Any) -> list[list[float]]:
+    """What each call of the device reads from the host: numbers are real there, and the device is none."""
+    x = torch.randn(3, device="meta")
+    with _DeviceWork() as work:
+        recording = record(model, Signature((x,), {}), args=(x,), kwargs={}, counter=work)
+    given = {slot: one for slot, one in recording.given.items() if one.device.type == "cpu"}
+    reads = [[given[slot] for slot in step.reads if slot in given] for step in recording.steps]
+    return [one[0].flatten().tolist() for one in reads if one]
+
+
+def test_what_was_read_of_the_host_before_it_changes_is_another_constant() -> None:
+    """Steps are issued again after the run: one tensor would hold its last value for all of them."""
+
+    def number(x: torch.Tensor) -> list[torch.Tensor]:
+        scale, made = torch.tensor(1.0), []
+        for _ in range(3):
+            made += [x * scale, x + scale]
+            scale.add_(1)
+        return made
+
+    assert host_numbers(number) == [[1.0], [1.0], [2.0], [2.0], [3.0], [3.0]]
+
+
+def test_numbers_of_the_host_that_were_there_before_are_not_to_change_once_they_are_read() -> None:
+    class Counts(nn.Module):
+        def __init__(self, read: bool) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.tensor(1.0))
+            self.read = read
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made = x * self.calls if self.read else x * 2
+            self.calls.add_(1)
+            return made
+
+    with pytest.raises(CaptureError, match="on the host that a call on the device has read"):
+        host_numbers(Counts(True))
+    assert host_numbers(Counts(False)) == []

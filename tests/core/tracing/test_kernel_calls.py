@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -107,59 +106,6 @@ def test_a_model_with_such_a_kernel_is_not_taken_apart(inside: bool) -> None:
     if not inside:
         with pytest.raises(CaptureError, match="by_address in the model"):
             Nimble(model, Options(strict=True)).prepare(x)
-
-
-SOURCE = """
-#include <ATen/ATen.h>
-#include <torch/library.h>
-at::Tensor twice(const at::Tensor& x) { return x * 2; }
-void add_to(at::Tensor& x, const at::Tensor& y) { x.add_(y); }
-TORCH_LIBRARY(nimble_cpp_tests, m) {
-  m.def("twice(Tensor x) -> Tensor");
-  m.def("add_to(Tensor(a!) x, Tensor y) -> ()");
-}
-TORCH_LIBRARY_IMPL(nimble_cpp_tests, CPU, m) {
-  m.impl("twice", twice);
-  m.impl("add_to", add_to);
-}
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("fuse", ["none", "library", "inductor"])
-def test_an_operator_in_cpp_is_one_call_with_the_writes_of_its_schema(fuse: Any) -> None:
-    missing = [name for name in ("ninja", "g++") if shutil.which(name) is None]
-    if missing:
-        pytest.skip(f"needs {' and '.join(missing)} to build an operator")
-    if not hasattr(torch.ops.nimble_cpp_tests, "twice"):
-        from torch.utils.cpp_extension import load_inline
-
-        load_inline(
-            "nimble_cpp_tests",
-            cpp_sources=[SOURCE],
-            is_python_module=False,
-            no_implicit_headers=True,
-            extra_cflags=["-O0"],
-        )
-        torch.library.register_fake("nimble_cpp_tests::twice", torch.empty_like)
-        torch.library.register_fake("nimble_cpp_tests::add_to", lambda x, y: None)
-    operators = torch.ops.nimble_cpp_tests
-
-    def model(x: torch.Tensor) -> torch.Tensor:
-        y = x + 1
-        operators.add_to(y, x)
-        return operators.twice(y).relu() - y
-
-    x = torch.randn(5, 5)
-    net = Nimble(model, Options(fuse=fuse, tune="off")).prepare(x)
-    program = net.engines[0].recorded.recording.program
-    assert program.fuse == fuse, net.engines[0].notes
-    (call,) = [call for call in program.calls if call.operator.startswith("nimble_cpp_tests.add_to")]
-    assert len(call.writes) == 1
-    assert sum(call.operator.startswith("nimble_cpp_tests.twice") for call in program.calls) == 1
-    other = torch.randn(5, 5)
-    torch.testing.assert_close(net(other), model(other))
 
 
 @pytest.mark.parametrize("fuse", ["library", "inductor"])

@@ -45,16 +45,6 @@ def test_composite_operators_are_taken_apart_under_inference_mode_only() -> None
         assert parts_of(torch.ops.higher_order.cond) is None
 
 
-def test_traits_are_what_torch_says() -> None:
-    traits = traits_of(aten.addmm.default)
-    assert (traits.name, traits.text) == ("aten::addmm", "aten.addmm.default")
-    assert traits.arguments == ("self", "mat1", "mat2", "beta", "alpha")
-    assert (traits.seeded, traits.changes_view, traits.looks, traits.doubtful) == (False, False, False, False)
-    assert traits_of(aten.native_dropout.default).seeded
-    assert traits_of(aten.unsqueeze_.default).changes_view
-    assert traits_of(aten._local_scalar_dense.default).looks
-
-
 @pytest.mark.parametrize(
     "func",
     [aten._local_scalar_dense.default, aten.nonzero.default, aten.index.Tensor, aten.copy_.default],
@@ -106,12 +96,9 @@ def test_one_value_where_a_mask_is_true_is_written_as_eager_does(data: st.DataOb
         ([MASK], torch.zeros(()), (True,)),  # adds
         ([MASK], torch.zeros(2), ()),  # a value for each
         ([MASK], torch.zeros((), dtype=torch.float64), ()),
-        ([MASK], torch.zeros((), device="meta"), ()),
-        ([MASK[:1]], torch.zeros(()), ()),  # eager says what is wrong with its shape
         ([MASK[0], MASK[0]], torch.zeros(()), ()),
         ([torch.tensor([1])], torch.zeros(()), ()),
         ([MASK.byte()], torch.zeros(()), ()),
-        ([MASK.to("meta")], torch.zeros(()), ()),
     ],
     ids=lambda one: "",
 )
@@ -142,34 +129,8 @@ def test_only_a_number_at_one_mask_fills(indices: Any, value: torch.Tensor, more
 
 
 def test_texts_of_arguments_name_the_storages_of_slots() -> None:
-    texts = argument_texts(("tensors", "dim", "out"), ([Slot(0), Slot(2)], -1), (("out", Slot(1)),), [7, 8, 9])
-    assert texts == (("tensors", "[%7, %9]"), ("dim", "-1"), ("out", "%8"))
-
-
-ATOMS = st.one_of(
-    st.integers(),
-    st.floats(),
-    st.complex_numbers(),
-    st.booleans(),
-    st.none(),
-    st.text("(a'", max_size=3),
-    st.sampled_from([torch.float16, torch.device("cpu"), torch.strided]),
-    st.builds(Slot, st.integers(0, 2)),
-)
-
-
-def described(value: Any) -> str:
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(described, value))}]"
-    return f"%{7 + value.index}" if isinstance(value, Slot) else repr(value)
-
-
-ARGUMENTS = st.recursive(ATOMS, lambda inner: st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple))
-
-
-@given(ARGUMENTS)
-def test_texts_of_any_argument(value: Any) -> None:
-    assert argument_texts(("of",), (value,), (), [7, 8, 9]) == (("of", described(value)),)
+    texts = argument_texts(("tensors", "dim", "out"), ([Slot(0), (Slot(2), 1.5)], -1), (("out", Slot(1)),), [7, 8, 9])
+    assert texts == (("tensors", "[%7, [%9, 1.5]]"), ("dim", "-1"), ("out", "%8"))
 
 
 def test_tensors_that_are_written() -> None:

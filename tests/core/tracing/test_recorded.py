@@ -1,15 +1,22 @@
-"""Attributes that runs change: refused where the next run depends on them, and only there."""
+"""Recording a model twice: what is checked before, what is refused, and what may change from run to run."""
 
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
+from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
 
-from nimble_core import Nimble, NotStaticError, Options
+from nimble_core import Nimble, Options
+from nimble_core.runtime.fake import FakeDevice
+from nimble_core.tracing.recorded import Stopwatch, check_inputs, record_static
+from nimble_core.utils.errors import CaptureError, InputError, NotStaticError
+from tests.support.models import Wide
 
 Forward = Callable[["Net", torch.Tensor], torch.Tensor]
 
@@ -38,17 +45,6 @@ def counted(net: Net, x: torch.Tensor) -> torch.Tensor:
 def counted_in_a_dict(net: Net, x: torch.Tensor) -> torch.Tensor:
     net.state["n"] += 1
     return net.layer(x) * net.state["n"]
-
-
-def takes_turns(net: Net, x: torch.Tensor) -> torch.Tensor:
-    net.n = (net.n + 1) % 4
-    return net.layer(x)[:, net.n]
-
-
-def average_by_count(net: Net, x: torch.Tensor) -> torch.Tensor:
-    net.n += 1
-    net.mean.lerp_(x.mean(0), 1 / net.n)
-    return net.layer(x)
 
 
 def set_up_by_the_first_input(net: Net, x: torch.Tensor) -> torch.Tensor:
@@ -82,8 +78,6 @@ def made_beside_an_average(net: Net, x: torch.Tensor) -> torch.Tensor:
 REFUSED: dict[Forward, str] = {
     counted: "n",
     counted_in_a_dict: "state",
-    takes_turns: "n",
-    average_by_count: "n",
     set_up_by_the_first_input: "ready",
     grows: "kept",
 }
@@ -127,21 +121,6 @@ def test_what_only_the_first_run_makes_may_be_made_by_each_replay(run: Forward, 
     assert torch.equal(net.mean, eager.mean)
 
 
-def test_who_changes_no_attribute_is_recorded_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nimble_core.runtime.host.device import HostDevice
-
-    runs: list[int] = []
-    real = HostDevice.record
-
-    def record(*args: object, **kwargs: object) -> object:
-        runs.append(1)
-        return real(*args, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(HostDevice, "record", record)
-    Nimble(nn.Linear(4, 4).eval(), Options(fuse="none", tune="off")).prepare(torch.randn(2, 4))
-    assert len(runs) == 2
-
-
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:the forward changes attributes")
 def test_counters_on_a_gpu() -> None:
@@ -152,3 +131,71 @@ def test_counters_on_a_gpu() -> None:
     net = Net(only_counts).eval().cuda()
     with torch.no_grad():
         torch.testing.assert_close(Nimble(net, Options(fuse="none", tune="off")).prepare(x)(x), net(x))
+
+
+def recorded(model: Any, *args: Any, device: FakeDevice | None = None, strict: bool = False, **kwargs: Any) -> Any:
+    signature = check_inputs(model, args, kwargs)
+    return record_static(device or FakeDevice(), model, signature, strict=strict, step=Stopwatch())
+
+
+def test_inputs_are_checked() -> None:
+    x = torch.randn(2, 16)
+    assert check_inputs(Wide(), (x,), {}).paths == ["args[0]"]
+    with pytest.raises(InputError, match="Wide itself"):
+        check_inputs(Wide, (x,), {})
+    with pytest.raises(InputError, match=r"kwargs\['x'\] is a Other, a class of its own"):
+        check_inputs(Wide(), (), {"x": x.as_subclass(type("Other", (torch.Tensor,), {}))})
+    with pytest.raises(InputError, match=r"parameter branches.0.weight is on meta, args\[0\] on cpu"):
+        check_inputs(Wide().to("meta"), (x,), {})
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: float(numpy.random.rand())])
+def test_a_branch_on_random_numbers_of_the_host_is_not_static(draw: Callable[[], float]) -> None:
+    states = random.getstate(), numpy.random.get_state()[1].copy()
+    with pytest.raises(NotStaticError):
+        recorded(lambda x: x * draw(), torch.randn(3))
+    assert random.getstate() == states[0]
+    assert (numpy.random.get_state()[1] == states[1]).all()
+
+
+def test_values_made_out_of_sight() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.from_numpy(x.detach().numpy() * 2)
+
+    found = recorded(forward, torch.randn(3))
+    assert found.whole
+    assert "aten.add" in found.recording.unseen_where
+    with pytest.raises(CaptureError, match="outside of torch") as caught:
+        recorded(forward, torch.randn(3), strict=True)
+    assert "aten.add" in caught.value.where
+
+    class Cuda(FakeDevice):
+        kind = "cuda"
+
+    with pytest.raises(NotStaticError, match="outside of torch"):
+        recorded(forward, torch.randn(3), device=Cuda())
+
+
+def masked(x: torch.Tensor) -> torch.Tensor:
+    """As Hugging Face's masks do: a look at the values in eager, none in a capture."""
+    if not torch.cuda.is_current_stream_capturing() and (x > 0).all():
+        return x + 1
+    return torch.where(x > 0, x, -x) + 1
+
+
+def unmasked(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if torch.cuda.is_current_stream_capturing() else x + 1
+
+
+def test_eagers_branch_is_recorded_where_it_can_be() -> None:
+    program = recorded(unmasked, torch.ones(3)).recording.program
+    assert [call.label for call in program.calls] == ["add"]
+    assert program.notes == ()
+
+
+def test_else_the_branch_that_the_model_keeps_for_captures() -> None:
+    program = recorded(masked, torch.ones(3)).recording.program
+    assert "where" in [call.label for call in program.calls]
+    (note,) = program.notes
+    assert "_local_scalar_dense" in note
+    assert "test_recorded.py" in note

@@ -2,44 +2,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from nimble_core import Nimble, Options
 from nimble_core.tracing.recorder import record
-from nimble_core.tracing.recording import Issuer, Recording, Slot, flat_tensors, issuing, rewinding, slots_in
+from nimble_core.tracing.recording import Issuer, Recording, issuing, rewinding
 from nimble_core.tracing.signature import Signature
-from tests.support.models import Wide, make
+from tests.support.models import Wide
 
 
 def recorded(model: Any, *args: Any) -> Recording:
     return record(model, Signature(args, {}), args=args, kwargs={})
-
-
-templates = st.recursive(
-    st.one_of(st.integers(), st.none(), st.text(max_size=2), st.builds(Slot, st.integers(0, 9))),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.lists(inner, max_size=3).map(tuple)),
-)
-
-
-@given(st.lists(templates, max_size=4))
-def test_slots_are_found_in_order(args: list[Any]) -> None:
-    def naive(value: Any) -> list[int]:
-        if isinstance(value, Slot):
-            return [value.index]
-        return [index for item in value for index in naive(item)] if isinstance(value, (list, tuple)) else []
-
-    assert list(slots_in(args)) == naive(args)
-
-
-def test_tensors_of_a_result() -> None:
-    a, b = torch.ones(1), torch.ones(2)
-    assert flat_tensors(a) == [a]
-    assert [id(x) for x in flat_tensors((a, None, [b, 3], ()))] == [id(a), id(b)]
-    assert flat_tensors(None) == []
 
 
 def test_storages_that_are_let_go_are_gone_and_the_outputs_stay() -> None:
@@ -75,41 +49,6 @@ def test_an_issuer_uses_its_own_inputs_and_the_models_weights() -> None:
             second.issue(call.index)
     assert torch.equal(first.outputs()[0], model(x))
     assert torch.equal(second.outputs()[0], model(y))
-
-
-def test_host_steps_run_only_when_they_are_needed() -> None:
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        y = x.view(-1)
-        x.t()
-        torch.empty(3)
-        return y + 1
-
-    x = torch.randn(2, 2)
-    recording = recorded(forward, x)
-    issuer = Issuer(recording, [x])
-    with issuing("cpu"):
-        issuer.issue(0)
-    made = [slot for slot, tensor in enumerate(issuer.tensors) if tensor is not None]
-    assert len(made) == 3  # the input, its view, the sum
-    assert recording.program.host_steps == 3
-
-
-def test_the_number_of_inputs_is_checked() -> None:
-    recording = recorded(torch.sin, torch.ones(1))
-    with pytest.raises(ValueError, match="zip"):
-        Issuer(recording, [])
-
-
-def test_written_inputs_are_named() -> None:
-    model, args, _ = make("writes_input")
-    assert recorded(model, *args).written_inputs == (0,)
-    assert recorded(torch.sin, torch.ones(1)).written_inputs == ()
-
-
-def test_no_autograd_and_no_autocast_while_issuing() -> None:
-    with torch.autocast("cpu", dtype=torch.bfloat16), issuing("cpu"):
-        assert not torch.is_grad_enabled()
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
 
 
 class Counts(nn.Module):

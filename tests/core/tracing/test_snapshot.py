@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakSet
 
 import pytest
 import torch
@@ -126,14 +125,11 @@ def ids(state: Any) -> list[Any]:
 
 
 DEEPER: dict[str, tuple[Any, Callable[[Any], object], Callable[[Any], Any]]] = {
-    "filled": ({"a": {}}, lambda s: s["a"].update(b=ONE), lambda s: ids(s["a"])),
     "emptied": ([[ONE, OTHER]], lambda s: s[0].clear(), lambda s: ids(s[0])),
     "rotated": ([deque([ONE, ONE, ONE], maxlen=3)], lambda s: s[0].append(OTHER), lambda s: (ids(s[0]), s[0].maxlen)),
     "order": ([OrderedDict(a=ONE, b=OTHER)], lambda s: s[0].move_to_end("a"), lambda s: ids(s[0])),
     "member": ([{ONE}], lambda s: s[0].add(OTHER), lambda s: sorted(map(id, s[0]))),
     "attribute added": (SimpleNamespace(a=ONE), lambda s: setattr(s, "b", OTHER), lambda s: ids(vars(s))),
-    "attribute deleted": (SimpleNamespace(a=ONE, b=1), lambda s: delattr(s, "a"), lambda s: ids(vars(s))),
-    "numbers": ([[1]], lambda s: s[0].append(2), lambda s: list(s[0])),
     "circle": (circle(), lambda s: s["self"]["object"].back["n"].append(OTHER), lambda s: ids(s["n"])),
     "in tuples": ((1, (2, [ONE])), lambda s: s[1][1].append(OTHER), lambda s: ids(s[1][1])),
 }
@@ -150,14 +146,6 @@ def test_containers_in_containers_are_put_back_and_named_by_their_attribute(way:
     assert shown(state) == before
 
 
-def test_a_container_that_several_modules_share_is_named_once() -> None:
-    shared, net = SimpleNamespace(calls=ONE), nn.Sequential(nn.ReLU(), nn.ReLU())
-    net[0].state = net[1].state = shared
-    snapshot = taken(net)
-    shared.calls = OTHER
-    assert list(snapshot.changes()) == ["0.state.calls"]
-
-
 def test_of_private_containers_only_tensors_that_are_replaced_are_named() -> None:
     net = nn.ReLU()
     net._state = {"v": torch.zeros(1), "n": 1}
@@ -171,14 +159,6 @@ def test_of_private_containers_only_tensors_that_are_replaced_are_named() -> Non
     assert net._state["n"] == 1
 
 
-def test_a_submodule_in_a_list_goes_by_its_own_name() -> None:
-    net = nn.Sequential(nn.ReLU())
-    net.listed = [net[0]]
-    snapshot = taken(net)
-    net[0].number = 1
-    assert list(snapshot.changes()) == ["0.number"]
-
-
 class Proxy:
     """Runs code of its own, and fails, wherever somebody looks."""
 
@@ -186,12 +166,6 @@ class Proxy:
 
     def __getattr__(self, name: str) -> Any:
         raise ArithmeticError(name)
-
-
-class Bunch(dict[str, Any]):
-    """Shows items as attributes, and no others."""
-
-    __getattr__ = dict.__getitem__
 
 
 class Worker:
@@ -210,9 +184,7 @@ def deep(depth: int) -> Any:
     ("state", "change", "kept"),
     [
         (Worker(), lambda s: s.items.append(OTHER), lambda s: len(s.items) == 2),
-        ({"a": Bunch(b=[ONE])}, lambda s: s["a"]["b"].append(OTHER), lambda s: len(s["a"]["b"]) == 2),
         ([Proxy()], lambda s: None, lambda s: len(s) == 1),
-        (WeakSet([nn.ReLU]), lambda s: s.add(nn.Tanh), lambda s: len(s) == 2),
         ({"long": [ONE] * 20_001}, lambda s: s["long"].append(OTHER), lambda s: len(s["long"]) == 20_002),
         ([deep(1_000)], lambda s: None, lambda s: True),
     ],
@@ -224,13 +196,6 @@ def test_objects_and_long_containers_are_left_alone(state: Any, change: Any, kep
     assert snapshot.changes() == {}
     snapshot.restore()
     assert kept(state)
-
-
-def test_chains_of_tuples_end() -> None:
-    net = keeping(deep(2_000))
-    snapshot = taken(net)
-    net[0].state = (1, net[0].state)
-    assert {one.attribute for one in snapshot.changes().values()} == {"0.state"}
 
 
 def test_a_snapshot_is_limited_in_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nimble_core import Nimble, Options
-from nimble_core.tracing.torchscript import forget_compiled, operator_by_operator, scripted_parts
+from nimble_core.tracing.torchscript import forget_compiled, operator_by_operator
 
 
 @torch.jit.script
@@ -45,24 +44,6 @@ class Inside(torch.nn.Module):
         return self.function(self.part(x))
 
 
-class Seen(TorchDispatchMode):
-    """Operators that came by the dispatcher."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operators: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.operators.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def operators(run: Any, *args: Any) -> list[str]:
-    with Seen() as seen, torch.no_grad():
-        run(*args)
-    return seen.operators
-
-
 @pytest.fixture
 def compiled_on_the_host() -> Iterator[None]:
     """TorchScript fuses on the host as it does on a GPU, interpreting its kernels where there is no LLVM."""
@@ -74,20 +55,6 @@ def compiled_on_the_host() -> Iterator[None]:
     jit._jit_override_can_fuse_on_cpu(fused)
     jit._jit_set_te_must_use_llvm_cpu(llvm)
     forget_compiled(buckets)
-
-
-@pytest.mark.usefixtures("compiled_on_the_host")
-def test_what_is_compiled_is_run_operator_by_operator_once_forgotten() -> None:
-    x = torch.randn(4, 8)
-    apart = operators(buckets, x, 2)
-    assert "aten.log.default" in apart
-    fused = [operators(buckets, x, 2) for _ in range(3)][-1]
-    assert "aten.log.default" not in fused, "nothing was compiled: this test shows nothing"
-    with operator_by_operator():
-        assert operators(buckets, x, 2) == fused
-        assert forget_compiled(torch.nn.Linear(2, 2)), "functions that were scripted are found without a model"
-        assert [operators(buckets, x, 2) for _ in range(3)] == [apart] * 3
-    assert [operators(buckets, x, 2) for _ in range(3)][-1] == fused, "optimised again afterwards"
 
 
 @pytest.mark.usefixtures("compiled_on_the_host")
@@ -113,13 +80,6 @@ def test_other_threads_go_on_optimising() -> None:
         other.join()
     assert told == [True]
     assert torch._C._get_graph_executor_optimize()
-
-
-def test_scripted_parts_are_modules_functions_and_the_model_itself() -> None:
-    inside = Inside()
-    assert inside.part in scripted_parts(inside)
-    assert scripted_parts(buckets) == [buckets]
-    assert scripted_parts(torch.nn.Linear(2, 2)) == []
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nimble_core import Nimble, NotStaticError, Options
 from nimble_core.tracing.unread_values import values_unread
-from nimble_core.utils.errors import CaptureError, DeviceError
+from nimble_core.utils.errors import DeviceError
 
 OPTIONS = Options(fuse="none", tune="off", strict=True)
 
@@ -85,11 +85,6 @@ def test_a_check_and_classes_out_of_range_still_raise_in_replays() -> None:
     for classes in ([0, 3], [-1, 0]):
         with pytest.raises(DeviceError, match="out of bounds"):
             net(x, torch.tensor(classes))
-
-
-def test_one_hot_without_its_number_of_classes_is_told_of_it() -> None:
-    with pytest.raises(CaptureError, match=r"one_hot\(x, num_classes=n\)"):
-        Nimble(lambda x: functional.one_hot(x).float(), OPTIONS).prepare(torch.tensor([1, 0]))
 
 
 def test_a_text_that_the_model_returns_is_refused_even_where_other_values_give_the_same() -> None:

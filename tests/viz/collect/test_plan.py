@@ -115,11 +115,8 @@ def test_wrong_arguments_are_named() -> None:
     "model",
     [
         lambda x: x * x.sum().item(),
-        lambda x: (x + 1).cpu() + 1,
-        lambda x: x + x.to(dtype=torch.float64, device="cpu").float(),
-        lambda x: (x + 1).cpu().numpy(),
     ],
-    ids=["item", "cpu", "to", "numpy"],
+    ids=["item"],
 )
 def test_a_host_that_would_wait_is_told_where_the_build_knows_no_cuda(
     model: Any, monkeypatch: pytest.MonkeyPatch
@@ -129,13 +126,3 @@ def test_a_host_that_would_wait_is_told_where_the_build_knows_no_cuda(
         nimble_viz.plan(model, torch.randn(3), target="cuda")
     assert "test_plan.py" in caught.value.where
     assert caught.value.fix
-
-
-def test_copies_that_are_none_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        table = torch.arange(3.0).cpu()  # made on the host, from nothing that is on the device
-        return x + table.to(x.device) * torch.ones(3, device=x.device).to(x)
-
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
-    assert nimble_viz.plan(forward, torch.randn(3), target="cuda").program.calls
-    assert nimble_viz.plan(lambda x: x.cpu() + 1, torch.randn(3), target="cpu").program.calls

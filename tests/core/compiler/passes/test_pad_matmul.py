@@ -17,8 +17,7 @@ from nimble_core.compiler.passes.pad_matmul import pad_products
 from nimble_core.compiler.rerecord import tracked
 from nimble_core.compiler.to_fx import lift
 from nimble_core.runtime.host.device import HostDevice
-from nimble_core.tracing.recording import Issuer
-from nimble_core.tracing.rewritten import Rewritten
+from nimble_core.tracing.recording import Issuer, Rewritten
 from tests.support.rewrite_models import HOST, fake_timer, recorded, unchanged_by
 
 _aten = torch.ops.aten
