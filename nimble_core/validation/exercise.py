@@ -104,12 +104,13 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fresh_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor | None:
-    """Return random numbers of the same kind: of the same signs, or shares of one; None if they are not finite.
+    """Return random numbers of the same kind: of the same signs, or shares of one; None where there is no such kind.
 
-    Kinds matter to who reads them: logarithms and roots take no negative numbers.
+    Kinds matter to who reads them: logarithms and roots take no negative numbers. Whole numbers are counts, positions
+    or masks, whatever their type, and say where others read: there are none like them.
     """
     low, high = (float(one) for one in torch.aminmax(tensor.float() if tensor.dtype.itemsize < 4 else tensor))
-    if not (abs(low) < _LARGE and abs(high) < _LARGE):
+    if not (abs(low) < _LARGE and abs(high) < _LARGE) or bool((tensor == tensor.round()).all()):
         return None
     wide = torch.float32 if tensor.dtype.itemsize < 4 else tensor.dtype
     drawn = torch.empty(tensor.shape, dtype=wide, device=tensor.device)
