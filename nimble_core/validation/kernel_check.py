@@ -227,7 +227,7 @@ class _Walk:
     def _right(self, mine: torch.Tensor, theirs: torch.Tensor, truth: torch.Tensor) -> bool | None:
         """Whether a result is right, and varies enough to show it; None if it is not."""
         if not mine.is_floating_point():
-            return bool(mine.numel() > 1 and (mine != mine.flatten()[0]).any()) if torch.equal(mine, theirs) else None
+            return bool(mine.numel() == 1 or (mine != mine.flatten()[:1]).any()) if torch.equal(mine, theirs) else None
         (error,), (own,), (size,) = gaps([mine], [truth]), gaps([theirs], [truth]), gaps([truth])
         if not (isfinite(error.norm) and isfinite(own.norm)):
             return False if torch.equal(mine.nan_to_num(), theirs.nan_to_num()) else None
