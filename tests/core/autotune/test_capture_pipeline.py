@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from nimble_core.autotune.capture_pipeline import capture, device_for, observe, schedule_by
+from nimble_core.autotune.capture_pipeline import capture, device_for, schedule_by
 from nimble_core.runtime.fake import FakeDevice
-from nimble_core.tracing.recorded import Stopwatch, check_inputs, record_static, state_kept
+from nimble_core.tracing.recorded import Stopwatch, check_inputs, record_static
 from nimble_core.utils.errors import DeviceError, InputError, ScheduleError
 from nimble_core.utils.units import format_bytes
-from tests.support.models import Norms, Wide, make
+from tests.support.models import Wide
 
 
 def recorded(model: Any, *args: Any, device: FakeDevice | None = None, strict: bool = False, **kwargs: Any) -> Any:
@@ -25,34 +25,6 @@ def test_devices_by_their_inputs() -> None:
     assert device_for(torch.device("cpu")).kind == "cpu"
     with pytest.raises(InputError, match="only cuda and cpu"):
         device_for(torch.device("meta"))
-
-
-def test_replays_leave_state_inputs_and_random_numbers() -> None:
-    model, device = torch.nn.Sequential(norms := Norms(), torch.nn.Dropout()).train(), FakeDevice()
-    x = torch.randn(2, 3, 4, 4)
-    found = recorded(model, x, device=device)
-    one = capture(device, found, schedule_by(found, "single", None, 1))
-    kept = {name: value.clone() for name, value in model.state_dict().items()}
-    state = torch.get_rng_state()
-
-    def run() -> None:
-        with state_kept(found):
-            one.run([x])
-            assert not torch.equal(norms.norm.running_mean, kept["0.norm.running_mean"])
-            assert not torch.equal(torch.get_rng_state(), state)
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        run()
-    assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), state)
-    model, args, _ = make("writes_input")
-    found = recorded(model, *args, device=device)
-    before = [arg.clone() for arg in args]
-    with state_kept(found):
-        capture(device, found, schedule_by(found, "single", None, 1)).run(list(args))
-        assert not torch.equal(args[0], before[0])
-    assert all(torch.equal(a, b) for a, b in zip(args, before, strict=True))
 
 
 def test_a_schedule_that_races_is_not_captured() -> None:
@@ -83,13 +55,6 @@ def test_a_limit_on_memory_closes_the_engine() -> None:
         capture(device, found, schedule_by(found, "single", None, 1), memory_limit=1024)
     assert closed == [1]
     capture(device, found, schedule_by(found, "single", None, 1), memory_limit=2048)
-
-
-def test_costs_are_what_the_device_saw() -> None:
-    device = FakeDevice(lambda call: 10.0 * (call.index + 1))
-    found = recorded(Wide(2), torch.randn(2, 16), device=device)
-    seen = observe(device, found, capture(device, found, schedule_by(found, "single", None, 1)))
-    assert seen.costs.ns == tuple(10.0 * (index + 1) for index in range(found.graph.size))
 
 
 def test_unknown_policies_name_the_choices() -> None:
@@ -142,34 +107,6 @@ def test_places_that_another_order_makes_too_small_are_not_used() -> None:
     grown = 1
     with pytest.raises(DeviceError, match="in another order"):
         capture(device, found, first, memory_limit=limit)
-
-
-def test_workspaces_are_staggered_where_there_is_room() -> None:
-    class Counting(FakeDevice):
-        """Calls of libraries that count in their workspaces."""
-
-        def lay_out(self, recording: Any, schedule: Any, *, stagger: bool = True) -> Any:
-            asked.append(stagger)
-            layout = super().lay_out(recording, schedule, stagger=stagger)
-            assert layout is not None
-            return replace(layout, staggered_nbytes=4096) if stagger else layout
-
-    asked: list[bool] = []
-    device = Counting()
-    found = recorded(lambda x: (x * 2).relu().sum(), torch.randn(16, 16), device=device)
-    schedule = schedule_by(found, "single", None, 1)
-    needed = capture(FakeDevice(), found, schedule).nbytes
-    for limit, wanted in ((None, [True]), (needed + 4096, [True]), (needed + 4095, [True, False])):
-        asked.clear()
-        capture(device, found, schedule, memory_limit=limit)
-        assert asked == wanted
-
-    found = recorded(towers, torch.randn(16, 16), device=device)
-    schedule = schedule_by(found, "nimble", None, None)
-    limit = capture(FakeDevice(), found, schedule).nbytes - 512
-    asked.clear()
-    capture(device, found, schedule, memory_limit=limit)
-    assert asked == [True, False, False], "nor in another order, for which nobody has seen that there is room"
 
 
 def _holds(device: FakeDevice, found: Any, schedule: Any, limit: int) -> bool:

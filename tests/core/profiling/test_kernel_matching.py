@@ -95,13 +95,6 @@ def test_kernels_of_unknown_nodes_make_it_unreliable_and_work_outside_graphs_doe
     assert not made(told).timeline.reliable
 
 
-def test_nothing_seen_is_unreliable() -> None:
-    seen = made(tell_by_id([], DIAMOND, {}, 3), replays=3, note="somebody else has it")
-    assert (seen.timeline.spans, seen.timeline.reliable) == ((), False)
-    assert seen.timeline.note == "somebody else has it"
-    assert seen.costs.source == "unknown: somebody else has it"
-
-
 def test_the_median_replay_is_drawn_and_medians_are_the_costs() -> None:
     one = RawGraph((5,), ("kernel",), (), (0,))
     runs = [ran("a", at, at + long, node=1) for at, long in ((0, 10), (100, 30), (200, 20))]
@@ -114,41 +107,12 @@ def without_ids(runs: list[Activity]) -> list[Activity]:
     return [replace(one, node=-1) for one in runs]
 
 
-def test_names_tell_nodes_that_differ() -> None:
-    told = tell_by_order(without_ids(DIAMOND_RUN), DIAMOND, named("a", "b", "c", "d"), 1)
-    assert seen_as(told) == {0: "a", 1: "b", 2: "c", 3: "d"}
-    assert told.check == SelfCheck(4, 4, "name and order", 0)
-    assert made(told).timeline.nodes == ()
-    assert made(told).timeline.note == "no graph node ids: kernels told by name and order, without doubt"
-
-
 def test_order_tells_kernels_of_one_name_and_what_it_cannot_tell_is_counted() -> None:
     runs = [replace(one, name="k", node=-1) for one in DIAMOND_RUN]
     told = tell_by_order(runs, DIAMOND, named("k", "k", "k", "k"), 1)
     assert [told.runs[node][0].start_ns for node in range(4)] == [100, 112, 113, 142]
     assert told.check == SelfCheck(4, 4, "name and order", 2)  # 1 and 2: each could be the other
     assert "2 of them could be another call's" in made(told).timeline.note
-
-
-def test_a_kernel_follows_its_chain_on_its_stream() -> None:
-    raw = RawGraph((1, 2, 3, 4), KERNELS, ((0, 2), (1, 3)), (0, 1, 2, 3))
-    runs = [
-        ran("a", 0, 10, stream=5),
-        ran("b", 0, 11, stream=6),
-        ran("k", 15, 20, stream=6),
-        ran("k", 16, 20, stream=5),
-    ]
-    told = tell_by_order(runs, raw, named("a", "b", "k", "k"), 1)
-    assert [told.runs[node][0].start_ns for node in range(4)] == [0, 0, 16, 15]
-    assert told.check.ambiguous == 2
-
-
-def test_order_goes_through_nodes_that_take_no_time() -> None:
-    raw = RawGraph((1, 2, 3), ("kernel", "empty", "kernel"), ((0, 1), (1, 2)), (0, None, 1))
-    runs = [ran("k", 0, 10), ran("k", 12, 20)]
-    told = tell_by_order(runs, raw, (*named("k"), Launch(), *named("k")), 1)
-    assert [told.runs[node][0].start_ns for node in (0, 2)] == [0, 12]
-    assert told.check == SelfCheck(2, 2, "name and order", 0)
 
 
 def test_other_kernels_than_the_graphs_are_not_told() -> None:
@@ -161,11 +125,6 @@ def test_other_kernels_than_the_graphs_are_not_told() -> None:
         assert not made(told).timeline.reliable
 
 
-def test_an_order_that_the_graph_forbids_is_not_told() -> None:
-    backwards = [ran("d", 0, 5), ran("b", 10, 15), ran("c", 20, 25), ran("a", 30, 35)]
-    assert tell_by_order(backwards, DIAMOND, named("a", "b", "c", "d"), 1).runs == {}
-
-
 def test_launch_shapes_come_from_the_graph_where_activities_have_none() -> None:
     bare = [replace(one, node=-1, grid=(0, 0, 0), block=(0, 0, 0), registers=0) for one in DIAMOND_RUN]
     launches = named("a", "b", "c", "d")
@@ -174,12 +133,6 @@ def test_launch_shapes_come_from_the_graph_where_activities_have_none() -> None:
     assert len(seen.costs.demand) == 4
     unknown = made(tell_by_order(bare, DIAMOND, launches, 1))
     assert unknown.costs.demand == ()
-
-
-def test_copies_are_told_by_kind() -> None:
-    raw = RawGraph((1, 2), ("memcpy", "kernel"), ((0, 1),), (0, 1))
-    runs = [Activity("memcpy", "Memcpy DtoD (Device -> Device)", 0, 4, 7, -1), ran("k", 5, 9)]
-    assert tell_by_order(runs, raw, (Launch(), *named("k")), 1).check.passed
 
 
 @st.composite
