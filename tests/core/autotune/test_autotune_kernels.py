@@ -121,14 +121,6 @@ def test_wrong_kernels_win_nothing(fuse: Any, measure_single: bool) -> None:
         assert len({check.name for check in tuned.checks}) == len(tuned.checks)
 
 
-@pytest.mark.parametrize("impossible", ["library, single", "library"])
-@pytest.mark.parametrize("fuse", ["auto", "library"])
-def test_kernels_that_do_not_fit_are_left_out(impossible: str, fuse: Any) -> None:
-    with tuning(LikeCuda(impossible=impossible), replace(QUICK, fuse=fuse)) as tuned:
-        assert kernels(tuned) == "none"
-        assert any("library, single: left out: out of memory" in note for note in tuned.notes)
-
-
 def only_eagers(graph: Any, costs: Any) -> Schedule:
     """Plan only what makes as many calls as eager."""
     if graph.size < 10:

@@ -57,12 +57,6 @@ def test_a_limit_on_memory_closes_the_engine() -> None:
     capture(device, found, schedule_by(found, "single", None, 1), memory_limit=2048)
 
 
-def test_unknown_policies_name_the_choices() -> None:
-    with pytest.raises(InputError, match="nonsense") as caught:
-        schedule_by(recorded(Wide(), torch.randn(2, 16)), "nonsense", None, None)
-    assert "single" in caught.value.fix
-
-
 def towers(x: torch.Tensor) -> torch.Tensor:
     return torch.stack([(x * k).relu().sigmoid().sum() for k in range(1, 6)])
 
@@ -107,6 +101,34 @@ def test_places_that_another_order_makes_too_small_are_not_used() -> None:
     grown = 1
     with pytest.raises(DeviceError, match="in another order"):
         capture(device, found, first, memory_limit=limit)
+
+
+def test_workspaces_are_staggered_where_there_is_room() -> None:
+    class Counting(FakeDevice):
+        """Calls of libraries that count in their workspaces."""
+
+        def lay_out(self, recording: Any, schedule: Any, *, stagger: bool = True) -> Any:
+            asked.append(stagger)
+            layout = super().lay_out(recording, schedule, stagger=stagger)
+            assert layout is not None
+            return replace(layout, staggered_nbytes=4096) if stagger else layout
+
+    asked: list[bool] = []
+    device = Counting()
+    found = recorded(lambda x: (x * 2).relu().sum(), torch.randn(16, 16), device=device)
+    schedule = schedule_by(found, "single", None, 1)
+    needed = capture(FakeDevice(), found, schedule).nbytes
+    for limit, wanted in ((None, [True]), (needed + 4096, [True]), (needed + 4095, [True, False])):
+        asked.clear()
+        capture(device, found, schedule, memory_limit=limit)
+        assert asked == wanted
+
+    found = recorded(towers, torch.randn(16, 16), device=device)
+    schedule = schedule_by(found, "nimble", None, None)
+    limit = capture(FakeDevice(), found, schedule).nbytes - 512
+    asked.clear()
+    capture(device, found, schedule, memory_limit=limit)
+    assert asked == [True, False, False], "nor in another order, for which nobody has seen that there is room"
 
 
 def _holds(device: FakeDevice, found: Any, schedule: Any, limit: int) -> bool:

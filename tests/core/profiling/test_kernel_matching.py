@@ -115,6 +115,27 @@ def test_order_tells_kernels_of_one_name_and_what_it_cannot_tell_is_counted() ->
     assert "2 of them could be another call's" in made(told).timeline.note
 
 
+def test_a_kernel_follows_its_chain_on_its_stream() -> None:
+    raw = RawGraph((1, 2, 3, 4), KERNELS, ((0, 2), (1, 3)), (0, 1, 2, 3))
+    runs = [
+        ran("a", 0, 10, stream=5),
+        ran("b", 0, 11, stream=6),
+        ran("k", 15, 20, stream=6),
+        ran("k", 16, 20, stream=5),
+    ]
+    told = tell_by_order(runs, raw, named("a", "b", "k", "k"), 1)
+    assert [told.runs[node][0].start_ns for node in range(4)] == [0, 0, 16, 15]
+    assert told.check.ambiguous == 2
+
+
+def test_order_goes_through_nodes_that_take_no_time() -> None:
+    raw = RawGraph((1, 2, 3), ("kernel", "empty", "kernel"), ((0, 1), (1, 2)), (0, None, 1))
+    runs = [ran("k", 0, 10), ran("k", 12, 20)]
+    told = tell_by_order(runs, raw, (*named("k"), Launch(), *named("k")), 1)
+    assert [told.runs[node][0].start_ns for node in (0, 2)] == [0, 12]
+    assert told.check == SelfCheck(2, 2, "name and order", 0)
+
+
 def test_other_kernels_than_the_graphs_are_not_told() -> None:
     launches = named("a", "b", "c", "d")
     runs = without_ids(DIAMOND_RUN)
@@ -133,6 +154,12 @@ def test_launch_shapes_come_from_the_graph_where_activities_have_none() -> None:
     assert len(seen.costs.demand) == 4
     unknown = made(tell_by_order(bare, DIAMOND, launches, 1))
     assert unknown.costs.demand == ()
+
+
+def test_copies_are_told_by_kind() -> None:
+    raw = RawGraph((1, 2), ("memcpy", "kernel"), ((0, 1),), (0, 1))
+    runs = [Activity("memcpy", "Memcpy DtoD (Device -> Device)", 0, 4, 7, -1), ran("k", 5, 9)]
+    assert tell_by_order(runs, raw, (Launch(), *named("k")), 1).check.passed
 
 
 @st.composite
