@@ -36,35 +36,6 @@ def test_several_signatures() -> None:
     net.close()
 
 
-def test_a_call_is_held_against_the_nearest_signature() -> None:
-    net = Nimble(nn.Linear(4, 4), QUICK)
-    for batch in (2, 8):
-        net.prepare(torch.randn(batch, 4))
-    both = "prepared: args[0]: float32[{}, 4] on cpu; args[0]: float32[{}, 4] on cpu"
-    for x, nearest, other in (
-        (torch.randn(3, 4), 8, 2),  # as near to each: the latest
-        (torch.randn(2, 5), 2, 8),  # one of two dimensions is right
-        (torch.randn(2, 4).double(), 2, 8),
-        (torch.randn(8, 4).double(), 8, 2),
-    ):
-        with pytest.raises(InputError) as caught:
-            net(x)
-        dtype = str(x.dtype).removeprefix("torch.")
-        assert caught.value.what == (
-            f"no engine is prepared for these inputs: args[0]: expected float32[{nearest}, 4] on cpu, "
-            f"given {dtype}{list(x.shape)} on cpu"
-        )
-        assert caught.value.where == both.format(nearest, other)
-    net.eval()
-    for batch in range(10, 15):
-        net.prepare(torch.randn(batch, 4))
-    with pytest.raises(InputError, match=r"expected float32\[14, 4\]") as caught:  # the others are of training mode
-        net(torch.randn(2, 4))
-    assert caught.value.where.endswith("args[0]: float32[12, 4] on cpu; and 2 more")
-    assert "[8, 4]" not in caught.value.where
-    net.close()
-
-
 @pytest.mark.parametrize("answer", ["eager", "prepare"])
 def test_other_shapes(answer: Any) -> None:
     model = Wide()
@@ -107,15 +78,6 @@ def test_a_part_in_which_nothing_is_prepared_is_named() -> None:
     close(net(x), inner._model(x.relu()))
     net.close()
     inner.close()
-
-
-def test_what_was_freed_says_so() -> None:
-    net = Nimble(nn.Linear(2, 2))
-    with pytest.raises(InputError, match=r"nothing is prepared in this Nimble of Linear\n"):
-        net(torch.ones(1, 2))
-    net.prepare(torch.ones(1, 2)).double()
-    with pytest.raises(InputError, match=r"any more: close\(\), or a move or conversion"):
-        net(torch.ones(1, 2).double())
 
 
 def test_closing() -> None:

@@ -207,11 +207,6 @@ def test_engines_with_folded_weights_say_what_they_do_not_notice() -> None:
     assert len(list(_fold_notes(folded(made()), Watch(nn.Identity())))) == 1
 
 
-def test_constants_made_of_no_weight_need_no_word() -> None:
-    folds = Folded(lambda: [torch.arange(3)], (torch.arange(3),), ())
-    assert not list(_fold_notes(folds, Watch(nn.Identity())))
-
-
 def test_a_compiled_submodule() -> None:
     inner = Deep()
     compiled = torch.compile(inner, backend="aot_eager")

@@ -72,9 +72,7 @@ OTHERS: dict[str, tuple[Callable[[Problem], TrainStep], str]] = {
     "model": (_other_model, r"call \d+"),
     "loss": (_other_loss, r"call \d+"),
     "optimizer": (lambda given: stepping(given, "adamw"), r"call \d+"),
-    "clipping": (lambda given: stepping(given, clip_grad_norm=1.0), r"call \d+"),
     "autocast": (lambda given: stepping(given, autocast=torch.bfloat16), r"call \d+"),
-    "accumulation": (lambda given: stepping(given, accumulate=2), r"call \d+"),
 }
 
 

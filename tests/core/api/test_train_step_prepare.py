@@ -135,22 +135,6 @@ def test_what_no_longer_fits_is_refused_before_anything_is_written(change: str, 
     step.close()
 
 
-def test_what_a_step_and_its_engine_are_called() -> None:
-    model = perceptron()
-    x, y = vectors()
-    step = TrainStep(model, F.cross_entropy, OPTIMIZERS["momentum"](model.parameters()), options=QUICK)
-    assert repr(step) == "TrainStep(Sequential, SGD)"
-    step.prepare(x, y)
-    assert repr(step) == "TrainStep(Sequential, SGD, single)"
-    assert len(repr(step.engine)) < 200
-    step.close()
-    with pytest.raises(DeviceError, match="closed"):
-        step(x, y)
-    step.prepare(x, y)
-    step(x, y)
-    step.close()
-
-
 @pytest.mark.parametrize("failing", [1, 2, 3])
 def test_a_preparation_that_fails_late_replaces_nothing(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(2)

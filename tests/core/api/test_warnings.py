@@ -18,7 +18,7 @@ from nimble_core.api.nimble import Nimble
 from nimble_core.api.train_step import TrainStep
 from nimble_core.scheduling.options import Options
 from nimble_core.utils.errors import NimbleWarning
-from tests.support.models import Busy, Deep
+from tests.support.models import Deep
 from tests.support.values import close
 
 QUICK = Options(tune="off")
@@ -166,16 +166,4 @@ def test_a_warning_of_a_call_names_the_users_line(how: str) -> None:
     with pytest.warns(NimbleWarning, match="not prepared in evaluation mode") as caught:
         held(x)  # outside
     assert [line.rpartition("# ")[2] for line in lines_of(list(caught))] == [where]
-    net.close()
-
-
-def test_a_warning_of_a_preparation_names_the_users_line() -> None:
-    x = torch.randn(4, 3)
-    net = Nimble(Busy().train(), Options(tune="off", on_new_shape="prepare"))
-    with pytest.warns(NimbleWarning) as caught:
-        net.prepare(x)
-    assert set(lines_of(list(caught))) == {"net.prepare(x)"}
-    with pytest.warns(NimbleWarning) as caught:
-        nn.Sequential(net)(x[:2])  # prepares
-    assert set(lines_of(list(caught))) == {"nn.Sequential(net)(x[:2])  # prepares"}
     net.close()

@@ -11,14 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from nimble_core.autotune.autotune import eager_peak
 from nimble_core.ir.schedule import Schedule
-from nimble_core.scheduling.liveness import serial_peak
 from nimble_core.scheduling.options import Options
 from nimble_core.scheduling.policies import POLICIES
 from nimble_core.scheduling.simulator import DeviceModel
 from nimble_core.utils.errors import CaptureError, DeviceError, InputError
-from tests.support.tuning import Watched, by_name, recorded, tuning
+from tests.support.tuning import Watched, by_name, tuning
 
 WAITS_COST_MORE = DeviceModel("waits", sync_ns=1e6)
 
@@ -43,12 +41,6 @@ def test_streams_are_chosen_where_they_pay(device: Callable[[], Watched], severa
         assert all(one.check and one.check.passed for one in tuned.candidates if one.measurement)
         assert {"single", tuned.best.schedule.policy} <= set(tuned.executables)
         assert len(tuned.executables) == 2, "beside one stream the fastest of several is kept"
-
-
-def test_costs_are_those_of_one_stream() -> None:
-    with tuning(Watched(1000.0)) as tuned:
-        assert tuned.costs
-        assert set(tuned.costs.ns) == {1000.0}
 
 
 @pytest.mark.parametrize(
@@ -177,26 +169,6 @@ def test_a_plan_that_holds_much_is_tried_with_less(
             assert heavy.nbytes > 1.2 * named["single"].nbytes + (4 << 10) or more
             assert heavy.chosen != taken
             assert len([check for check in tuned.checks if check.name == name]) == 1
-
-
-@pytest.mark.usefixtures("little_is_much")
-def test_the_more_speed_has_to_be_worth_the_less_memory_is_held() -> None:
-    held, tried = [], []
-    for worth in (1.1, 2.0, 3.0, 100.0):
-        device = Watched(1000.0)
-        with tuning(device, Options(policy="auto"), model=Broad(16, 4), worth=worth) as tuned:
-            held.append(tuned.best.nbytes)
-            tried.append(sum(name.endswith("less memory") for name in device.captured))
-            (chosen,) = [one for one in tuned.candidates if one.chosen]
-            assert chosen.nbytes == tuned.best.nbytes
-    assert held == sorted(held, reverse=True)
-    assert len(set(held)) == 4, "what lies between all and as little as can be is tried, too"
-    assert tried[0] == max(tried) > min(tried), "until one is kept"
-
-
-def test_eager_holds_what_its_calls_need_one_after_the_other() -> None:
-    found = recorded(Watched(1000.0), Broad())
-    assert eager_peak(Watched(1000.0), found) == serial_peak(found.recording.program)
 
 
 # -- what goes wrong --------------------------------------------------------------------------------------------------

@@ -16,10 +16,8 @@ from nimble_core.ir.schedule import Schedule
 from nimble_core.scheduling.options import Options
 from nimble_core.scheduling.policies import POLICIES
 from nimble_core.scheduling.saved_plan import Plan, load_plan
-from nimble_core.scheduling.simulator import DeviceModel
 from nimble_core.tracing.recorded import Recorded
 from nimble_core.utils.errors import CaptureError, DeviceError, InputError, ScheduleError
-from nimble_core.validation.judge import Judge
 from tests.support.tuning import LikeCuda, Noisy, NoisyHost, Watched, by_name, tuning
 
 AMPLE = Options(budget_s=500.0)
@@ -104,13 +102,6 @@ def test_what_the_budget_and_the_options_allow_is_tried(
                 assert note.endswith(f"s left of budget_s={options.budget_s:g}")
 
 
-def test_a_named_policy_with_every_kind_of_kernels() -> None:
-    device = LikeCuda({"library": 0.1})
-    with tuning(device, replace(QUICK, policy="nimble")) as tuned:
-        assert tuned.best.schedule.policy == "library, nimble"
-        assert {"single", "nimble", "library, single", "library, nimble"} == set(device.captured)
-
-
 # -- what goes wrong --------------------------------------------------------------------------------------------------
 
 
@@ -128,29 +119,6 @@ def test_wrong_kernels_win_nothing(fuse: Any, measure_single: bool) -> None:
         assert any(note.startswith("library: left out: ") for note in tuned.notes)
         assert not tuned.wrong
         assert len({check.name for check in tuned.checks}) == len(tuned.checks)
-
-
-@pytest.mark.parametrize("policy", ["nimble", "single"])
-def test_a_named_policy_is_kept_when_the_kernels_are_not(policy: str) -> None:
-    device = LikeCuda(wrong="library", model=DeviceModel("waits", sync_ns=1e6))
-    with tuning(device, Options(fuse="library", policy=policy)) as tuned:
-        assert tuned.best.schedule.policy == policy
-
-
-@pytest.mark.parametrize("impossible", ["library, single", "library"])
-@pytest.mark.parametrize("fuse", ["auto", "library"])
-def test_kernels_that_do_not_fit_are_left_out(impossible: str, fuse: Any) -> None:
-    with tuning(LikeCuda(impossible=impossible), replace(QUICK, fuse=fuse)) as tuned:
-        assert kernels(tuned) == "none"
-        assert any("library, single: left out: out of memory" in note for note in tuned.notes)
-
-
-def test_a_policy_may_have_the_name_of_eagers_kernels() -> None:
-    """Where its plan does not fit, that one is left out, and not all that runs eager's kernels."""
-    policy = lambda graph, costs: replace(mine(graph, costs), policy="none")  # noqa: E731
-    with tuning(Watched(impossible="none"), Options(policy=policy), measure_single=True) as tuned:
-        assert [one.note for one in tuned.candidates] == ["", "left out: out of memory"]
-        assert list(tuned.executables) == ["single"]
 
 
 def only_eagers(graph: Any, costs: Any) -> Schedule:
@@ -175,15 +143,6 @@ def test_kernels_that_a_policy_cannot_plan_are_left_out(fuse: Any, tune: Any) ->
         assert all("ValueError" in one.note and not one.measurement for one in left)
         with pytest.raises(ValueError, match="made for 10"), tuning(LikeCuda(), replace(options, strict=True)):
             pass
-
-
-@pytest.mark.parametrize("fuse", ["auto", "none", "library"])
-def test_a_policy_that_cannot_plan_eagers_kernels_is_an_error(fuse: Any) -> None:
-    def never(graph: Any, costs: Any) -> Schedule:
-        raise ValueError("not for any")
-
-    with pytest.raises(ValueError, match="not for any"), tuning(LikeCuda(), replace(QUICK, fuse=fuse, policy=never)):
-        pass
 
 
 @pytest.mark.parametrize("fuse", ["auto", "library"])
@@ -233,32 +192,6 @@ def test_whatever_goes_wrong_with_other_kernels_leaves_them_out(
             assert not strict
     except type(error):
         assert strict
-
-
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("whose", ["library, single", "single"])
-def test_kernels_that_cannot_be_checked_are_left_out_unless_they_are_eagers(
-    whose: str, strict: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Eager's are judged when all is captured, and an error then is one, even if it would not come again."""
-    real, judged = Judge.judged, []
-
-    def failing(self: Judge, name: str, *args: Any) -> Any:
-        judged.append(name)
-        if name == whose and judged.count(whose) == 1:
-            raise IndexError("no such output")
-        return real(self, name, *args)
-
-    monkeypatch.setattr(Judge, "judged", failing)
-    try:
-        with tuning(LikeCuda({"library": 0.1}), replace(QUICK, strict=strict)) as tuned:
-            assert "library, single: left out: IndexError: no such output" in tuned.notes
-            assert kernels(tuned) == "none"
-            assert whose != "single"
-    except IndexError:
-        assert whose == "single" or strict
-    assert judged[0] == "library, single"
-    assert judged.count(whose) == 1
 
 
 # -- what an earlier process chose ------------------------------------------------------------------------------------
@@ -353,19 +286,6 @@ def test_a_choice_that_is_not_right_any_more_is_made_again(now: dict[str, str], 
     with tuning(LikeCuda({"library": 0.1}, **now), QUICK) as tuned:
         assert kernels(tuned) == "none"
         assert any(one.startswith(note) for one in tuned.notes)
-
-
-def test_whatever_goes_wrong_with_an_earlier_choice_lets_it_be_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    with tuning(LikeCuda({"library": 0.1}), QUICK):
-        pass
-
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        raise KeyError("gone")
-
-    monkeypatch.setattr(autotune, "follow", failing)
-    with tuning(LikeCuda({"library": 0.1}), QUICK) as tuned:
-        assert "what an earlier process chose could not be made again: KeyError: 'gone'" in tuned.notes
-        assert kernels(tuned) == "library"
 
 
 # -- what nothing decides ---------------------------------------------------------------------------------------------

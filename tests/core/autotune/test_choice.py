@@ -91,20 +91,6 @@ def test_how_much_faster_what_holds_more_has_to_be(nbytes: int, speed: float, wo
     assert choose(tried, {}, price).name == "nimble", "nothing to compare it with"
 
 
-@pytest.mark.parametrize(
-    ("price", "heavy"),
-    [
-        (MemoryPrice(100 * MB, 0, 0, 1.1), True),
-        (MemoryPrice(1000 * MB, 0, 0, 1.1), False),  # eager holds more
-        (MemoryPrice(100 * MB, 1000 * MB, 0, 1.1), False),  # small beside the parameters
-        (MemoryPrice(1000 * MB, 0, 1100 * MB, 1.1), True),  # but others hold that already
-    ],
-)
-def test_what_is_much(price: MemoryPrice, heavy: bool) -> None:
-    assert price.heavy(200 * MB, 100 * MB) == heavy
-    assert not price.heavy(100 * MB, 100 * MB), "one stream never is"
-
-
 @given(st.integers(0, 1 << 34), st.integers(0, 1 << 34), st.integers(1, 1 << 34), st.floats(1.03, 10.0))
 def test_more_memory_never_has_to_be_worth_less(nbytes: int, than: int, single: int, worth: float) -> None:
     price = MemoryPrice(single // 2, single // 3, single // 5, worth)
@@ -112,8 +98,3 @@ def test_more_memory_never_has_to_be_worth_less(nbytes: int, than: int, single: 
     assert SAME <= required <= worth
     assert required <= price.required(nbytes + MB, than, single)
     assert price.required(than, than, single) == SAME
-
-
-def test_of_heavy_plans_alone_the_lightest_is_where_others_begin() -> None:
-    tried = found(candidate("nimble", 100, 300 * MB), candidate("opara, 4 streams", 108, 250 * MB))
-    assert choose(tried, {"none": 100 * MB}, FREE).name == "opara, 4 streams"

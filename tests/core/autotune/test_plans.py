@@ -9,12 +9,9 @@ import pytest
 import torch
 
 from nimble_core.autotune.plans import (
-    Planned,
     asked_plan,
-    best_kernels_first,
     searched_plans,
     simulated_ns,
-    variant_name,
 )
 from nimble_core.ir.costs import uniform_costs
 from nimble_core.ir.schedule import Schedule
@@ -71,27 +68,3 @@ def test_a_function_is_a_policy_and_no_name_is_taken_from_others(mine: str, name
 
     assert asked_plan("none", recorded, policy, None, None).schedule.policy == name
     assert asked_plan("none", recorded, "single", None, None).schedule.policy == "single"
-
-
-def test_kernels_that_are_hopeless_are_not_captured() -> None:
-    def plan(kind: str, policy: str, ns: float) -> Planned:
-        return Planned(kind, Schedule(variant_name(kind, policy), (0,), (0,), ()), ns)
-
-    plans = [plan("none", "nimble", 126), plan("none", "opara", 130), plan("library", "nimble", 300)]
-    plans += [plan("inductor", "nimble", 124), plan("inductor", "opara", 150)]
-    ordered = best_kernels_first(plans, {"library": 100.0}, full=False)
-    assert [one.kind for one in ordered] == ["library", "inductor", "inductor", "none", "none"]
-    assert {one.schedule.policy for one in ordered if one.note} == {"nimble", "opara"}
-    assert [one.schedule for one in best_kernels_first(plans, {"library": 100.0}, full=True)] == [
-        one.schedule for one in ordered
-    ]
-    assert not any(one.note for one in best_kernels_first(plans, {"library": 100.0}, full=True))
-    assert [one.schedule.policy for one in best_kernels_first(plans, {}, full=False) if one.note] == ["library, nimble"]
-    assert best_kernels_first([], {}, full=False) == []
-
-
-def test_without_costs_nothing_is_simulated(recorded: Recorded) -> None:
-    assert (
-        simulated_ns(DEVICE, recorded, POLICIES["single"](recorded.graph, uniform_costs(recorded.graph.size)), None)
-        == 0
-    )

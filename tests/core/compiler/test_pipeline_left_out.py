@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from nimble_core import Nimble, Options
-from nimble_core.autotune import autotune
 from nimble_core.compiler import pipeline
 from nimble_core.runtime.fake import FakeDevice
 from nimble_core.tracing.recorded import Stopwatch, check_inputs, record_static
-from nimble_core.utils.errors import CaptureError, DeviceError
+from nimble_core.utils.errors import CaptureError
 from nimble_viz import load
 from nimble_viz.collect.compare import compare
 from nimble_viz.collect.progress import Progress
@@ -133,34 +132,6 @@ def test_kernels_that_compute_something_else_are_left_out(
     assert engine(net).schedule.policy == "nimble"
     x = draw()
     torch.testing.assert_close(net(x), model(x))
-
-
-@pytest.mark.parametrize("tune", ["off", "fast"])
-@pytest.mark.parametrize("at", ["capture", "replay"])
-def test_kernels_that_cannot_be_captured_or_replayed_are_left_out(
-    at: str, tune: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = autotune.capture
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        raise DeviceError("it fails")
-
-    def failing(device: Any, recorded: Any, schedule: Any, **more: Any) -> Any:
-        made = real(device, recorded, schedule, **more)
-        if recorded.recording.program.fuse != "none":
-            if at == "capture":
-                raise CaptureError("it fails")
-            monkeypatch.setattr(made, "run", run)
-        return made
-
-    monkeypatch.setattr(autotune, "capture", failing)
-    model, draw = made("residual")
-    net = Nimble(model, quick("library", tune=tune)).prepare(draw())
-    assert fused(net) == "none"
-    assert any(": left out: it fails" in note for note in engine(net).notes)
-    monkeypatch.setattr(autotune, "capture", fail)
-    with pytest.raises(ZeroDivisionError):
-        Nimble(model, quick("none")).prepare(draw())
 
 
 @pytest.mark.parametrize("fuse", FUSED)

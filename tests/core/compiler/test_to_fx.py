@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 
 from nimble_core.compiler.to_fx import (
     CALL_PREFIX,
     calls_of,
     is_view,
-    pinned,
     reference_of,
 )
 from tests.support.models import CASES, make
@@ -106,16 +104,6 @@ def test_writes_in_place_are_seen_by_all_who_look(trap: Callable[..., Any]) -> N
     wanted = eager_effects(one)
     for _ in range(2):
         assert same(effects(module, one), wanted, strides=True), module.graph
-
-
-def test_writes_that_nobody_else_sees_become_functional() -> None:
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return F.relu(x * 2, inplace=True).view(-1).add_(1)
-
-    _, module = lifted(forward, torch.randn(3, 4))
-    assert not any(pinned(node) for node in module.graph.nodes)
-    run = [node.target for node in module.graph.nodes if node.op == "call_function"]
-    assert run == [aten.mul.Tensor, aten.relu.default, aten.reshape.default, aten.add.Tensor]
 
 
 def test_dead_work_is_left_out_but_random_numbers_are_still_drawn() -> None:

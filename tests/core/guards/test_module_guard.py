@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 from nimble_core import InputError, Nimble, Options, TrainStep
-from nimble_core.guards.module_guard import Watch, same_objects
+from nimble_core.guards.module_guard import Watch
 from nimble_core.tracing.step_wrapper import Around
 
 QUICK = Options(tune="off")
@@ -206,22 +204,6 @@ def test_modules_that_keep_mode_or_tables_elsewhere(make: Callable[[Any], Any], 
 
 
 # -- asked from anywhere -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ([{"a": torch.ones(2)}], [{"a": torch.ones(2)}]),
-        ([torch.ones(())], [torch.ones(())]),
-        ([torch.ones(2)], [np.ones(2)]),
-        ([{"a": 1}], [{"b": 1}]),
-    ],
-)
-def test_same_objects_are_told_from_equal_ones(one: Any, other: Any) -> None:
-    assert same_objects(one, copy.copy(one))
-    assert not same_objects(one, other)
-    with torch._C.DisableTorchFunction():
-        assert not same_objects(one, other)
 
 
 @pytest.mark.compiler

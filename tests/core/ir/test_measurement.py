@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nimble_core.algorithms.median_interval import FEWEST
 from nimble_core.ir.measurement import (
     DRIFT_BOUND,
     SPREAD_BOUND,
@@ -50,15 +49,6 @@ def test_exact_figures() -> None:
     assert summarize("a", [0, 0]).spread == 0
 
 
-@given(st.lists(st.floats(1, 1e9), min_size=FEWEST, max_size=40), st.floats(0.1, 10))
-def test_a_ratio_of_samples_that_move_together_is_exact(values: list[float], factor: float) -> None:
-    base, other = summarize("eager", values), summarize("nimble", [value / factor for value in values])
-    found = ratio(other, base)
-    assert (found.name, found.baseline) == ("nimble", "eager")
-    for figure in (found.value, found.low, found.high):
-        assert figure == pytest.approx(factor)
-
-
 @given(times, times)
 def test_ratios_lie_within_their_intervals_and_turn_over(first: list[float], second: list[float]) -> None:
     one, other = summarize("a", first), summarize("b", second)
@@ -87,31 +77,11 @@ def test_the_whole_interval_decides(low: float, high: float, same: float, verdic
     assert (found.verdict, found.decided) == (verdict, verdict != "undecided")
 
 
-def test_a_ratio_of_few_samples_says_nothing() -> None:
-    one, other = summarize("a", [1.0] * (FEWEST - 1)), summarize("b", [5.0] * (FEWEST - 1))
-    for found in (ratio(one, other), across(one, other)):
-        assert (found.low, found.high, found.verdict) == (0.0, math.inf, "undecided")
-        assert found.value == pytest.approx(5.0)
-
-
 def test_nothing_measured_and_nothing_taken() -> None:
     with pytest.raises(ValueError, match="no samples"):
         summarize("a", [])
     nothing, something = summarize("a", [0.0] * 40), summarize("b", [1.0] * 40)
     assert ratio(nothing, something).verdict == ratio(something, nothing).verdict == "undecided"
-
-
-def test_who_is_not_slower_and_what_is_open() -> None:
-    draw = random.Random(3)
-    times = {"fast": 100.0, "same": 101.0, "slow": 150.0}
-    taken = {name: summarize(name, [ns * draw.uniform(0.999, 1.001) for _ in range(40)]) for name, ns in times.items()}
-    noisy = summarize("noisy", [draw.uniform(60.0, 160.0) for _ in range(40)])
-    assert not_slower(taken) == ["fast", "same"]
-    assert undecided(taken, taken) == set()
-    assert not_slower({**taken, "noisy": noisy}) == ["fast", "noisy", "same"]
-    assert undecided({**taken, "noisy": noisy}, ["fast", "slow", "noisy"]) == {"fast", "noisy"}
-    assert not_slower({}) == []
-    assert undecided(taken, ()) == set()
 
 
 class Clock:

@@ -95,13 +95,6 @@ def test_kernels_of_unknown_nodes_make_it_unreliable_and_work_outside_graphs_doe
     assert not made(told).timeline.reliable
 
 
-def test_nothing_seen_is_unreliable() -> None:
-    seen = made(tell_by_id([], DIAMOND, {}, 3), replays=3, note="somebody else has it")
-    assert (seen.timeline.spans, seen.timeline.reliable) == ((), False)
-    assert seen.timeline.note == "somebody else has it"
-    assert seen.costs.source == "unknown: somebody else has it"
-
-
 def test_the_median_replay_is_drawn_and_medians_are_the_costs() -> None:
     one = RawGraph((5,), ("kernel",), (), (0,))
     runs = [ran("a", at, at + long, node=1) for at, long in ((0, 10), (100, 30), (200, 20))]
@@ -112,14 +105,6 @@ def test_the_median_replay_is_drawn_and_medians_are_the_costs() -> None:
 
 def without_ids(runs: list[Activity]) -> list[Activity]:
     return [replace(one, node=-1) for one in runs]
-
-
-def test_names_tell_nodes_that_differ() -> None:
-    told = tell_by_order(without_ids(DIAMOND_RUN), DIAMOND, named("a", "b", "c", "d"), 1)
-    assert seen_as(told) == {0: "a", 1: "b", 2: "c", 3: "d"}
-    assert told.check == SelfCheck(4, 4, "name and order", 0)
-    assert made(told).timeline.nodes == ()
-    assert made(told).timeline.note == "no graph node ids: kernels told by name and order, without doubt"
 
 
 def test_order_tells_kernels_of_one_name_and_what_it_cannot_tell_is_counted() -> None:
@@ -159,11 +144,6 @@ def test_other_kernels_than_the_graphs_are_not_told() -> None:
         assert told.runs == {}
         assert not told.check.passed
         assert not made(told).timeline.reliable
-
-
-def test_an_order_that_the_graph_forbids_is_not_told() -> None:
-    backwards = [ran("d", 0, 5), ran("b", 10, 15), ran("c", 20, 25), ran("a", 30, 35)]
-    assert tell_by_order(backwards, DIAMOND, named("a", "b", "c", "d"), 1).runs == {}
 
 
 def test_launch_shapes_come_from_the_graph_where_activities_have_none() -> None:

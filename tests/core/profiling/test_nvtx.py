@@ -120,18 +120,6 @@ def test_a_call_that_fails_leaves_no_range_open(tmp_path: Path) -> None:
     assert [one.category for one in spoken.ranges][-1] == "replay"
 
 
-def test_without_numpy_the_payload_is_the_index(tmp_path: Path) -> None:
-    code = hiding(["numpy"]) + (
-        "from nimble_core.profiling.nvtx import call_range, listener\n"
-        "from tests.support.sample_reports import sample_report\n"
-        "for call in sample_report(3).program.calls:\n"
-        "    with call_range(listener(), call, 1): pass\n"
-        "print('null')\n"
-    )
-    heard = listened(code, tmp_path).ranges
-    assert [(one.payload, one.color, one.category) for one in heard] == [(i, COLOURS[1], "forward") for i in range(3)]
-
-
 UNTOUCHED = ENGINE.replace("DEVICE", "'cpu'") + (
     "from nimble_core.profiling.nvtx import listener\n"
     "executable = Nimble(model, options).prepare(x).engines[0].executable\n"

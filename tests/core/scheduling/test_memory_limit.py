@@ -72,14 +72,6 @@ def test_the_smallest_limit_in_the_error_works(program: Program, data: st.DataOb
 FORK = program_of([([0], [1]), ([1], [2]), ([0], [3]), ([3], [4]), ([2, 4], [5])], [8] * 6, outputs=[5])
 
 
-def test_a_limit_that_is_met_changes_nothing() -> None:
-    graph = build_graph(FORK)
-    schedule = nimble(graph, uniform_costs(5))
-    limited, plan = limit_memory(graph, FORK, schedule, 40, costs=uniform_costs(5), alignment=1)
-    assert limited is schedule
-    assert plan == plan_memory(FORK, schedule, alignment=1)
-
-
 def test_a_branch_waits_for_the_bytes_of_the_other() -> None:
     graph = build_graph(FORK)
     costs = uniform_costs(5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,26 +118,6 @@ def test_launches_of_other_threads_are_left_alone(compiled: Compiled) -> None:
     torch.testing.assert_close(results[0], work(*compiled.args))
 
 
-def test_launches_inside_an_operator_are_its_own_affair(compiled: Compiled) -> None:
-    doing = Doing()
-    with launches_seen(doing, lambda: True):
-        compiled.run()
-    assert not doing.seen
-
-
-@given(st.integers(0, 3), st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5)), min_size=1, max_size=3))
-def test_a_reinterpreted_tensor_is_the_window_that_as_strided_gives(
-    offset: int, dimensions: Sequence[tuple[int, int]]
-) -> None:
-    size, stride = [one for one, _ in dimensions], [step for _, step in dimensions]
-    base = torch.arange(200.0)[7:]
-    found = _SEEN["reinterpret_tensor"](base, size, stride, offset)
-    expected = torch.as_strided(base, size, stride, 7 + offset)
-    assert torch.equal(found, expected)
-    assert (found.stride(), found.storage_offset()) == (expected.stride(), expected.storage_offset())
-    assert found.data_ptr() == expected.data_ptr()
-
-
 @pytest.mark.parametrize("policy", ["single", "nimble"])
 def test_a_window_is_found_wherever_the_replay_has_the_memory(policy: str) -> None:
     """In an arena, and in an input, a tensor does not start where it did while recording."""
@@ -191,28 +170,6 @@ def test_triton_kernels_of_the_users_are_seen() -> None:
     assert [run[2] for run in kernel.runs] == [True]
     launch.launch(*launch.args, **launch.kwargs)
     assert kernel.runs[-1] == ((x, out, 4), (2,), False, {"BLOCK": 64})
-
-
-@pytest.mark.usefixtures("triton")
-def test_triton_launches_elsewhere_are_left_alone() -> None:
-    kernel, inductors = UserKernel("double", ["x"]), InductorKernel("triton_poi_0", ["in_ptr0"], [])
-    doing = Doing()
-
-    def launch() -> None:
-        kernel[(1,)](torch.ones(1))
-        inductors.run(torch.ones(1), stream=3)
-
-    with launches_seen(doing, never):
-        thread = threading.Thread(target=launch)
-        thread.start()
-        thread.join()
-    with launches_seen(doing, lambda: True):
-        launch()
-    with pytest.raises(ValueError, match="mine"), launches_seen(doing, never):
-        raise ValueError("mine")
-    launch()
-    assert not doing.seen
-    assert len(kernel.runs) == len(inductors.runs) == 3
 
 
 @pytest.mark.usefixtures("triton")

@@ -220,12 +220,6 @@ def test_a_static_cache_of_another_state_is_refused_at_the_call() -> None:
     assert len(str(caught.value)) < 1500
 
 
-def test_what_counts_as_a_cache() -> None:
-    assert is_cache(DynamicCache())
-    for other in (DynamicCache, transformers.LlamaConfig(), torch.nn.Linear(1, 1), object(), None):
-        assert not is_cache(other)
-
-
 @pytest.mark.gpu
 @torch.no_grad()
 def test_a_static_cache_on_a_gpu() -> None:

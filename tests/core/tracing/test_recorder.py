@@ -86,29 +86,6 @@ def test_nothing_is_written_that_the_accesses_do_not_mark(name: str) -> None:
             assert changed <= marked, f"{call} wrote {[storages[s] for s in changed - marked]}"
 
 
-def test_roles_and_names() -> None:
-    model, args, kwargs = make("shared")
-    program = recorded(model, *args, **kwargs).program
-    roles = {(storage.role, storage.name) for storage in program.storages if storage.role != "intermediate"}
-    assert roles == {("input", "args[0]"), ("parameter", "embedding.weight"), ("buffer", "scale")}
-    model, args, kwargs = make("attributes")
-    assert sum(s.role == "constant" for s in recorded(model, *args, **kwargs).program.storages) == 3
-
-
-def test_views_and_empty_are_host_steps() -> None:
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return torch.empty(2, 2).copy_(x.t()).view(4)
-
-    program = recorded(forward, torch.randn(2, 2)).program
-    assert [call.label for call in program.calls] == ["copy_"]
-    assert program.host_steps == 3
-    (call,) = program.calls
-    assert program.storages[call.reads[0].storage].role == "intermediate"
-    assert {program.storages[ref.storage].role for ref in call.reads} == {"input", "intermediate"}
-    (written,) = call.writes
-    assert program.storages[written.storage].nbytes == 16
-
-
 @pytest.mark.parametrize("way", ["record", "warm-up"])
 @pytest.mark.parametrize("error", [None, KeyError("the model's own"), KeyboardInterrupt()])
 def test_a_run_leaves_model_inputs_and_random_state_as_they_were(way: str, error: BaseException | None) -> None:

@@ -165,20 +165,6 @@ def beside(*work: Callable[[], object], pause_s: float = 0.0002) -> Iterator[lis
             other.join()
 
 
-def test_other_threads_may_draw_during_a_preparation() -> None:
-    x = torch.ones(3, 5)
-    with beside(lambda: torch.rand(3), pause_s=0):
-        for _ in range(5):
-            Nimble(lambda x: nn.functional.dropout(x, 0.5) + torch.rand_like(x), QUICK).prepare(x)
-            Nimble(lambda x: x + 1, QUICK).prepare(x)
-
-
-def test_beside_other_threads_the_refusal_says_that_they_may_set_the_state() -> None:
-    with beside(lambda: None), pytest.raises(NotStaticError, match=REFUSED) as caught:
-        Nimble(seeds, QUICK).prepare(torch.ones(2))
-    assert "prepare while none does" in caught.value.fix
-
-
 DRAWN_ELSEWHERE = (random.random, lambda: np.random.rand(), lambda: tuple(torch.rand(3).tolist()))
 LAYERS = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
 

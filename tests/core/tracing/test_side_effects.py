@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nimble_core import CaptureError, Nimble, Options, TrainStep
-from nimble_core.tracing.side_effects import installed_by_runs, preserved, run_preserved
+from nimble_core.tracing.side_effects import run_preserved
 from nimble_viz import compare
 
 QUICK = Options(tune="off")
@@ -166,28 +165,6 @@ def test_inputs_require_what_they_did() -> None:
     Nimble(model, options).prepare(x).close()
     assert x.requires_grad
     net.close()
-
-
-# -- hooks ---------------------------------------------------------------------------------------------------------
-
-
-def test_hooks_of_runs_are_told_from_others() -> None:
-    def theirs(*args: object) -> None:
-        return None
-
-    def ours(*args: object) -> None:
-        return None
-
-    layer = nn.ReLU()
-    layer.register_forward_hook(ours)
-    with preserved(layer):
-        layer.register_forward_hook(partial(theirs, 1))
-        layer.register_forward_pre_hook(ours).remove()
-    assert list(layer._forward_hooks.values()) == [ours]
-    assert installed_by_runs(theirs)
-    assert installed_by_runs(partial(theirs, 2))
-    assert not installed_by_runs(ours)
-    assert not installed_by_runs(partial(ours))
 
 
 # -- what autograd refuses -----------------------------------------------------------------------------------------

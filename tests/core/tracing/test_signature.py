@@ -67,20 +67,6 @@ def test_flat_inputs_that_do_not_fit_are_explained(args: Any, kwargs: Any, words
         assert word in text
 
 
-@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning", "ignore:Sparse CSR:UserWarning")
-@pytest.mark.parametrize(
-    ("make", "word"),
-    [
-        (lambda: X.to_sparse(), "given a sparse_coo one"),
-        (lambda: torch.nested.nested_tensor([X[0], X[1]]), "given a nested one"),
-    ],
-)
-def test_what_is_not_dense_does_not_fit(make: Any, word: str) -> None:
-    text = refused(Signature((X.clone(),), {}), (make(),), {})
-    assert "expected a dense tensor, float32[2, 3] on cpu" in text
-    assert word in text
-
-
 @pytest.mark.parametrize(
     ("args", "words"),
     [

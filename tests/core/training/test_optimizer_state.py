@@ -158,23 +158,6 @@ def test_what_no_step_reads_may_change() -> None:
     captured.sync()
 
 
-def test_an_eager_step_is_due_where_a_parameter_has_no_state() -> None:
-    mine, _ = twins(optim.Adam, {})
-    captured = CapturedOptimizer(mine, "cpu")
-    captured.sync()
-    assert captured.fresh_for({0})
-    eager(mine, [*gradients_of(members(mine), 0)[:3], None])
-    captured.sync()
-    assert not captured.fresh_for({0, 1, 2})
-    assert captured.fresh_for({2, 3})
-    mine.state[members(mine)[0]] = {}
-    captured.sync()
-    assert captured.fresh_for({0})
-    without = CapturedOptimizer(optim.SGD(parameters(), lr=0.1), "cpu")
-    without.sync()
-    assert not without.fresh_for({0, 1, 2, 3})
-
-
 # -- a preparation leaves the optimizer as it is -----------------------------------------------------------------------
 
 

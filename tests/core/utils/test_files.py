@@ -155,33 +155,6 @@ def test_a_pipe_is_written_to(tmp_path: Path) -> None:
     assert stat.S_ISFIFO(pipe.stat().st_mode)
 
 
-def test_a_device_is_written_to(tmp_path: Path) -> None:
-    nothing, full = tmp_path / "null", tmp_path / "full"
-    try:
-        for node, minor in ((nothing, 3), (full, 7)):
-            os.mknod(node, 0o666 | stat.S_IFCHR, os.makedev(1, minor))
-        nothing.write_bytes(b"")
-    except PermissionError:
-        pytest.skip("devices are for root to make")
-    write_file(nothing, b"new")
-    with pytest.raises(OSError, match=r"No space left on device: '.*/full'"):
-        write_file(full, b"new")
-    assert stat.S_ISCHR(nothing.stat().st_mode)
-    assert stat.S_ISCHR(full.stat().st_mode)
-
-
-@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
-def test_an_open_file_without_a_name_is_written_to(tmp_path: Path) -> None:
-    with open(tmp_path / "gone", "w+b") as file:
-        file.write(EXISTING * 2)
-        file.flush()
-        os.unlink(tmp_path / "gone")
-        write_file(f"/proc/self/fd/{file.fileno()}", EXISTING)
-        file.seek(0)
-        assert file.read() == EXISTING
-    assert os.listdir(tmp_path) == []
-
-
 def test_errors_name_what_was_asked_for(tmp_path: Path) -> None:
     missing, loop, folder = tmp_path / "no" / "p", tmp_path / "loop", tmp_path / "folder"
     loop.symlink_to(loop)

@@ -177,9 +177,3 @@ def test_a_perturbed_run_that_cannot_be_used_is_not(bad: str) -> None:
     moved = {"nan": [[x * math.nan] for [x], _ in cases], "shape": [[], []], "few": [[cases[0][1][0]]]}[bad]
     assert check_equality("n", lambda i: [i[0] * 2], cases, perturbed=moved).passed
     assert check_equality("n", lambda i: [i[0] * 2.01], cases, perturbed=moved).differs
-
-
-def test_names_must_be_as_many_as_outputs() -> None:
-    cases = [([x], [x * 2]) for x in (torch.rand(5), torch.rand(5))]
-    with pytest.raises(ValueError, match="argument"):
-        check_equality("n", lambda i: [i[0] * 2], cases, names=["a", "b"])

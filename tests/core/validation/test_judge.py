@@ -20,7 +20,7 @@ from nimble_core.scheduling.policies.single import single
 from nimble_core.tracing.recorded import Recorded, state_kept
 from nimble_core.validation.eager_cases import Cases, eager_cases
 from nimble_core.validation.equality import DROWNED
-from nimble_core.validation.judge import Judge, check_sizes, full_precision, issued
+from nimble_core.validation.judge import Judge, check_sizes, full_precision
 from tests.support.tent_maps import Chaotic, Remembering, Wrong, recorded_step
 
 DEVICE = HostDevice()
@@ -226,12 +226,3 @@ def test_operators_go_on_following_what_is_set_for_all(device: str) -> None:
         backends.fp32_precision = "none"
         for one, precision in zip(touched, before, strict=True):
             one.fp32_precision = precision
-
-
-def test_issued_calls_do_what_the_model_does() -> None:
-    found = recorded_step(Chaotic(3))
-    for inputs, outputs in eager_cases(found).eager:
-        with state_kept(found):
-            made = issued(DEVICE, found)(inputs)
-        torch.testing.assert_close(list(made), list(outputs))
-        assert all(one.data_ptr() != tensor.data_ptr() for one in made for tensor in found.recording.given.values())

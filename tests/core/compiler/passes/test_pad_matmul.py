@@ -194,21 +194,3 @@ def test_inputs_that_others_look_at_stay_as_they_are(forward: Any, sizes: tuple[
     one = recorded(forward, torch.randn(sizes, dtype=torch.float64))
     module = unchanged_by(widen, one)
     assert pipeline._widened(one.signature, module) is one.signature
-
-
-@pytest.mark.parametrize(("padded_copy_ns", "count"), [(5.0, 2), (40.0, 0)])
-def test_a_padded_input_pays_where_its_copy_and_the_products_take_less(
-    padded_copy_ns: float, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pad_matmul, "_WORTH", 1.05)
-    one = recorded(backward, torch.randn(6, 7).double(), torch.randn(6, 4).double())
-    # Two products and the copy as they are; padded products, the padding of the weight, the padded copy.
-    times = [20.0, 20.0, 2.0, 15.0, 15.0, 1.0, padded_copy_ns]
-
-    def timer(calls: Any) -> Any:
-        for call in calls:
-            call()
-        return times[: len(calls)] if len(calls) == len(times) else []
-
-    module = lift(one.recording)
-    assert pad_products(module, HOST, Decisions(timer), compiled=True, constant=False, copied_in=1) == count

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable
-from dataclasses import replace
 
 import networkx
 import pytest
@@ -18,14 +16,13 @@ from nimble_core.autotune.capture_pipeline import capture
 from nimble_core.ir.costs import uniform_costs
 from nimble_core.runtime.host.buffers import OUT_VARIANTS, can_fill, filling_step
 from nimble_core.runtime.host.device import HostDevice, HostExecutable
-from nimble_core.scheduling.memory_planner import check_memory
 from nimble_core.scheduling.policies import single
 from nimble_core.scheduling.policies.base import plan_streams
 from nimble_core.scheduling.simulator import EXACT
 from nimble_core.tracing.recorded import Stopwatch, record_static, state_kept
 from nimble_core.tracing.recording import Slot, Step, fill
 from nimble_core.tracing.signature import Signature
-from nimble_core.utils.errors import DeviceError, ScheduleError
+from nimble_core.utils.errors import DeviceError
 from nimble_core.validation.eager_cases import eager_cases, from_same_state
 from tests.support import models
 from tests.support.host_models import (
@@ -76,63 +73,6 @@ def test_memory_of_several_workers_holds_in_any_order_that_they_may_run_in(
     poison(executable)
     assert same(executable.run([x]), eager(model, [x]))
     executable.close()
-
-
-def test_a_plan_that_gives_bytes_away_too_early_is_refused_and_would_be_wrong() -> None:
-    def model(x: torch.Tensor) -> torch.Tensor:
-        waves = [(x * i).sin() for i in range(1, 5)]
-        return torch.stack([wave.exp() for wave in waves]).sum(0)
-
-    made = Prepared(model, torch.randn(3, 8))
-    schedule, program = single(made.graph, made.costs), made.recording.program
-    good = check_memory(program, schedule, made.plan(schedule))
-    together = [{access.ref.storage for access in call.accesses} for call in program.calls]
-    placed = sorted(made.layout(schedule).arena)
-    uses = {s: [call for call in schedule.order if s in together[call]] for s in placed}
-    overlapping = {
-        frozenset((a, b))
-        for a, b in itertools.combinations(placed, 2)
-        if uses[a][0] <= uses[b][-1] and uses[b][0] <= uses[a][-1]
-    }
-    refused = 0
-    for old, new in itertools.combinations(placed, 2):
-        sizes = {program.storages[old].nbytes, program.storages[new].nbytes}
-        if len(sizes) > 1 or any({old, new} <= touched for touched in together):
-            continue  # torch itself refuses calls whose operands overlap in part
-        offsets = list(good.offsets)
-        offsets[old] = offsets[new] = good.nbytes
-        plan = replace(good, offsets=tuple(offsets), nbytes=good.nbytes + 512)
-        right = frozenset((old, new)) not in overlapping
-        if not right:
-            refused += 1
-            with pytest.raises(ScheduleError, match="share bytes and nothing orders them"):
-                check_memory(program, schedule, plan)
-        executable = made.device.capture(made.recording, schedule, made.signature.tensors, memory=plan)
-        x = torch.randn(3, 8)
-        assert same(executable.run([x]), eager(model, [x])) is right
-        executable.close()
-    assert refused > 3
-
-
-def test_the_arena_holds_what_calls_fill_and_neither_constants_nor_outputs() -> None:
-    def model(x: torch.Tensor) -> torch.Tensor:
-        hidden = (x + torch.arange(128.0)).exp()
-        made = torch.empty(2, 128)
-        made[0] = hidden
-        made[1] = x
-        return made.sum(0) * 2
-
-    made = Prepared(model, torch.randn(128))
-    storages, program = made.recording.program.storages, made.recording.program
-    layout = made.layout(single(made.graph, made.costs))
-    assert sorted(storages[one].nbytes for one in layout.arena) == [512, 512, 512, 1024]
-    assert not layout.arena.keys() & {ref.storage for ref in program.outputs}
-    assert layout.kept_nbytes == 0
-    executable = made.capture()
-    assert executable.memory is not None
-    assert {s for s, offset in enumerate(executable.memory.offsets) if offset >= 0} == layout.arena.keys()
-    assert executable.nbytes == executable.memory.nbytes
-    assert executable.memory.nbytes < 512 * 3 + 1024
 
 
 class Stages(nn.Module):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from nimble_core.runtime.host.device import HostDevice
 from tests.support.host_models import Branches, Prepared
 
 
@@ -26,18 +25,3 @@ def test_observing_sees_every_call_once() -> None:
         assert len(seen.costs.ns) == len(seen.costs.spread_ns) == made.graph.size
         assert seen.costs.reliable
         executable.close()
-
-
-def test_calls_are_timed_alone_but_not_side_by_side() -> None:
-    calls: list[str] = []
-
-    def fails() -> None:
-        raise RuntimeError("no routine")
-
-    alone, broken, beside = HostDevice().call_times_ns(
-        [lambda: calls.append("alone"), fails, (lambda: calls.append("beside"), fails)]
-    )
-    assert alone is not None
-    assert alone > 0
-    assert broken is beside is None
-    assert set(calls) == {"alone"}

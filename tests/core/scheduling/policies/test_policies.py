@@ -69,15 +69,6 @@ def test_single_is_program_order_on_one_stream(graph: CallGraph) -> None:
     assert set(plan.added_order) == {(v - 1, v) for v in range(1, graph.size)} - set(graph.edges)
 
 
-def test_above_the_cap_a_chain_joins_the_stream_that_is_free_soonest() -> None:
-    # A long backbone 0-1-2 and three independent calls: with two streams they belong on the other one.
-    graph = graph_from_edges(6, [(0, 1), (1, 2)])
-    plan = nimble(graph, Costs((100.0, 100.0, 100.0, 10.0, 10.0, 10.0), "given"), max_streams=2)
-    assert plan.stream == (0, 0, 0, 1, 1, 1)
-    assert plan.added_order == ((3, 4), (4, 5))
-    assert not plan.maximum_concurrency
-
-
 @pytest.mark.parametrize("name", [name for name in POLICIES if name != "single"])
 def test_bad_caps_and_costs_are_refused(name: str) -> None:
     graph = graph_from_edges(2, [(0, 1)])
@@ -85,12 +76,6 @@ def test_bad_caps_and_costs_are_refused(name: str) -> None:
         POLICIES[name](graph, uniform_costs(2), max_streams=0)
     with pytest.raises(InputError, match="costs of 3 calls"):
         POLICIES[name](graph, uniform_costs(3))
-
-
-def test_streams_of_another_graph_are_refused() -> None:
-    graph = graph_from_edges(2, [(0, 1)])
-    with pytest.raises(InputError, match="1 streams"):
-        plan_streams(graph, [0], policy="mine")
 
 
 def test_policies_are_found_by_name_and_functions_taken_as_they_are() -> None:
