@@ -56,8 +56,6 @@ def test_candidates_say_when_they_pay_back_and_why_they_were_dropped():
     assert (rows["library, single"]["pays"], rows["single"]["pays_single"]) == ("never", "")
     assert rows["library, nimble"]["outcome"] == "outputs differ from eager's"
     assert (rows["library, nimble"]["error"], rows["library, nimble"]["pays"]) == ("4.0e-01", "")
-    assert rows["inductor, max-autotune"]["outcome"] == "the compiler failed: ninja: build stopped"
-    assert rows["inductor, opara"]["outcome"] == "not captured: simulated slower"
     assert (shown["fused"], shown["single"], rows["inductor, single"]["kernels"]) == (True, "one stream", "inductor")
     assert not candidates(sample_report(60))["fused"]
 

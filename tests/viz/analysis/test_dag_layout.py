@@ -49,6 +49,7 @@ def test_every_edge_that_passes_a_row_has_a_lane_there(drawn, seed):
         while up[-1] == down[-1]:
             up.pop()
             down.pop()
+        assert layout.row[up[-1]] < layout.row[down[-1]]
         needed = [(box, layout.row[box] + 1, height[boxes.parent[box]]) for box in up[:-1]]
         needed += [(box, 0, layout.row[box]) for box in down[:-1]]
         needed.append((up[-1], layout.row[up[-1]] + 1, layout.row[down[-1]]))

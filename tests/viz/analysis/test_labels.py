@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nimble_core.ir.measurement import Ratio
 from nimble_core.ir.program import Call, Origin
@@ -12,6 +16,7 @@ from nimble_viz.analysis.labels import (
     label_operators,
     label_plan,
     label_run,
+    ratio_figures,
     ratio_sentence,
     ratio_words,
     split_plan,
@@ -35,6 +40,15 @@ def test_a_ratio_below_one_is_turned_over() -> None:
     same = replace(slower, value=1.0, low=0.99, high=1.01)
     assert ratio_sentence("ours", same, "it", "here") == "ours: no difference from it (0.99x to 1.01x; here)"
     assert ratio_sentence("ours", slower, "it") == "ours is 2.00x slower than it (1.25x to 2.50x)"
+
+
+@given(st.lists(st.floats(0.05, 20.0), min_size=3, max_size=3))
+def test_a_printed_ratio_lies_in_the_interval_beside_it(ends: list[float]) -> None:
+    low, value, high = sorted(ends)
+    one = Ratio("ours", "theirs", value, low, high)
+    for text in (ratio_words(one), " ".join(ratio_figures(one))):
+        *printed, least, most = map(float, re.findall(r"\d+\.\d\d", text))
+        assert all(least <= number <= most for number in printed)
 
 
 def _call(operator, *origins, eager=()):

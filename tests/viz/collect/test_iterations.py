@@ -309,6 +309,3 @@ def test_lost_events_are_survived(tmp_path: Path) -> None:
     assert profile.device_busy_ns == 162_000
     assert profile.idle is not None
     assert profile.idle.unknown_ns > 0
-    lost = [one for one in trace["traceEvents"] if one.get("name") != "gemm"]
-    cut, _ = one_iteration(read_trace(write_trace(tmp_path / "trace.json", {**trace, "traceEvents": lost})))
-    assert cut.warnings == ("1 of 3 kernel launches have no device event: the profiler lost them",)

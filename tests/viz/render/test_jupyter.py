@@ -153,19 +153,15 @@ class Board:
         self.shown = shown
         self.page = shown.page
 
-    def front(self, name: str) -> None:
-        """Bring a pane to the front."""
-        self.shown.locator(".lm-TabBar-tab", has_text=name).first.click()
-
     def tab(self, name: str) -> Any:
         """Bring a pane to the front; its figure."""
-        self.front(name)
+        self.shown.locator(".lm-TabBar-tab", has_text=name).first.click()
         figure = self.shown.locator(".js-plotly-plot:visible")
         figure.first.wait_for(timeout=20_000)
         return figure.first
 
-    def click(self, figure: Any, mark: str, at: int, across: float = 0.5) -> str:
-        """Click a mark of a plotly figure, ``across`` of its width, and return the hover text there."""
+    def click(self, figure: Any, mark: str, at: int) -> None:
+        """Click the middle of a mark of a plotly figure."""
         drawn = figure.locator(mark).nth(at)
         drawn.scroll_into_view_if_needed()
         self.page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]").wait_for()
@@ -173,11 +169,10 @@ class Board:
         while box != before:  # a figure that has just come into view takes its pane's size
             self.page.wait_for_timeout(250)
             box, before = drawn.bounding_box(), box
-        place = box["x"] + box["width"] * across, box["y"] + box["height"] / 2
+        place = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
         self.page.mouse.move(*place)
-        said: str = figure.locator(".hoverlayer .hovertext").first.text_content()
+        figure.locator(".hoverlayer .hovertext").first.wait_for()
         self.page.mouse.click(*place)
-        return said
 
     @property
     def rows(self) -> Any:
