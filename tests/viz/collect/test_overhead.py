@@ -79,6 +79,13 @@ def test_calls_of_the_optimizer_have_what_an_eager_one_took_once_for_all(device:
     assert not any("belong to none" in warning for warning in profile.warnings) or device == "cpu"
 
 
+def test_calls_of_the_optimizer_that_are_found_have_their_own_time() -> None:
+    trace = replace(CUDA, operators=(*CUDA.operators, op("_fused_sgd_", 120, 140)), phases=(("optimizer", 112, 155),))
+    profile = split(with_optimizer("_fused_sgd_"), trace, 0.0)
+    assert (profile.calls[2].overhead_ns, profile.remainder_ns, profile.shared) == (30, 20, ())
+    assert split(TWO, trace, 0.0).remainder_ns == 50  # without a call of the optimizer's it is nobody's
+
+
 def test_work_on_the_host_is_self_time_above_the_floor() -> None:
     trace = Trace(
         "cpu", 0, 100, 100, (op("linear", 5, 95), op("addmm", 10, 90), op("as_strided", 12, 16), op("empty", 20, 30)),
