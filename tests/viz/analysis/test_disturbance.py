@@ -33,7 +33,6 @@ def why(report: Report) -> str:
     ("where", "said"),
     [
         ({"others": 14.2, "cores": 2}, "load 14 on 2 cores"),
-        ({"others": 1.0, "cores": 2}, "load 1 on 2 cores"),
         ({"others": 1.44, "cores": 2}, "load 1.4 on 2 cores"),
         ({"others": -1.0, "load": 16.4, "cores": 2, "threads": 2}, "load 16 on 2 cores"),
         ({"throttling": ("software power cap",)}, "the GPU was throttled (software power cap)"),

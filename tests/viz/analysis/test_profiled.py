@@ -7,17 +7,15 @@ from dataclasses import replace
 import pytest
 
 from nimble_core.ir.measurement import summarize
-from nimble_viz.analysis.labels import context
 from nimble_viz.analysis.overhead import PARTS, grouped, idle_causes, module_tree, overhead
 from nimble_viz.analysis.phases import PHASES, phases, span_phases
 from nimble_viz.analysis.profiled import profiled, profiled_verdict
-from nimble_viz.analysis.summary import summary, verdict
+from nimble_viz.analysis.summary import verdict
 from nimble_viz.render.report import Report
 from nimble_viz.render.text import plain_text
 from nimble_viz.report.data import Bound
 from tests.support.sample_reports import (
     eager_optimizer_report,
-    fused_report,
     profile_report,
     sample_report,
     training_report,
@@ -64,14 +62,6 @@ def test_without_a_gpu_the_rest_is_split_as_under_the_profiler(report: Report) -
     found = profiled(with_bound(host, 200_000, 600_000, 200_000, unprofiled=500_000, loader=100_000))
     assert found is not None
     assert [row["ns"] for row in found["rows"]] == [100_000, 300_000, 100_000]
-
-
-def test_it_says_what_is_absent_and_why(report: Report) -> None:
-    tables = summary(report)
-    assert (tables["plans"], tables["checks"], tables["limit"], tables["planned"]) == ([], [], None, False)
-    assert [name for name, _ in tables["facts"]] == ["Calls of an iteration"]
-    assert len(tables["profiled"]["absent"]) == 3
-    assert context(report) == "profile of code as it is, NVIDIA H200"
 
 
 def test_phases_know_which_calls_copy_input(report: Report) -> None:
@@ -129,22 +119,3 @@ def test_an_optimizer_whose_calls_eager_did_not_make_has_one_row() -> None:
     assert trees["(the optimizer)"].eager == list(report.overhead.shared)
     assert overhead(report)["shared"] == {"name": name, "calls": list(report.overhead.shared)}
     assert name in plain_text(report, 140)
-
-
-def test_a_phase_inside_fused_calls_of_others_is_told_so() -> None:
-    report = fused_report()
-    assert report.eager is not None
-    calls = tuple(replace(one, phase="forward" if one.index < 3 else "backward") for one in report.program.calls)
-    lost = max(calls, key=lambda one: len(one.eager))
-    kinds = {index: one.phase for one in calls for index in one.eager}
-    eager = tuple(
-        replace(one, phase="loss" if one.index in lost.eager[:1] else kinds.get(one.index, "forward"))
-        for one in report.eager.calls
-    )
-    report = replace(report, program=replace(report.program, calls=calls), eager=replace(report.eager, calls=eager))
-    found = phases(report)
-    assert found is not None
-    rows = {row["phase"]: row for row in found["rows"]}
-    assert (rows["loss"]["calls"], rows["loss"]["inside"]) == (0, f"inside 1 call of {lost.phase}")
-    assert (rows["loss"]["cost"], rows["loss"]["path"], rows["loss"]["share"]) == ("", "", "")
-    assert {row["inside"] for name, row in rows.items() if name != "loss"} == {""}

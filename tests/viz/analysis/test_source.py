@@ -15,7 +15,6 @@ from nimble_viz.analysis.source import hottest, replay_times, source, source_tex
 from nimble_viz.render.report import Report
 from nimble_viz.report.data import HostSync
 from tests.support.sample_reports import (
-    HOSTILE,
     RENDERED,
     fused_report,
     sample_report,
@@ -134,13 +133,3 @@ def test_text_can_be_read_anywhere(case: str) -> None:
     text = source_text(RENDERED[case]())
     assert text.endswith("\n")
     assert all(visible(line) == line for line in text.splitlines())
-
-
-def test_the_text_shows_code_times_and_waits() -> None:
-    text = source_text(sample_report(60))
-    line = next(line for line in text.splitlines() if "b0 = self.project(x)" in line)
-    assert "%" in line
-    assert "planned wait" in line
-    assert "µs" in line
-    assert HOSTILE.split("\u2028")[0] not in text
-    assert "…" in text

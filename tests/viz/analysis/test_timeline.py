@@ -22,7 +22,6 @@ from nimble_viz.export.tables import make_table
 from nimble_viz.export.trace import make_trace
 from nimble_viz.render.report import Report
 from nimble_viz.render.text import plain_text
-from nimble_viz.report.data import DeviceIdle
 from tests.support.sample_reports import (
     sample_report,
 )
@@ -109,20 +108,6 @@ def test_a_simulation_is_never_shown_without_its_label() -> None:
     assert "SIMULATED, not measured: nimble replay" in axis_note(report)
     assert "SIMULATED" in plain_text(report, 200)
     assert any("simulated" in label for label in make_trace(report).processes[0].labels)
-
-
-@pytest.mark.parametrize(("device", "clock"), [("cuda", "the GPU's clock"), ("cpu", "the host's clock")])
-def test_one_clock_times_all_runs(device: str, clock: str) -> None:
-    assert clock in axis_note(sample_report(20, device=device))
-
-
-def test_eager_idle_time_is_split_by_cause() -> None:
-    report = sample_report(20)
-    idle = DeviceIdle(600.0, 250.0, 100.0, 50.0)
-    report = replace(report, overhead=replace(report.overhead, idle=idle, device_busy_ns=1000.0))
-    shown = timelines(report)[0]
-    split = "busy 50.0%, host late 30.0%, launch latency 12.5%, dependency 5.0%, unknown 2.5%"
-    assert dict(shown["facts"])["Time of the device"] == split
 
 
 @st.composite

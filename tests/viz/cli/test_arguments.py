@@ -93,7 +93,6 @@ def test_bad_usage_is_an_input_error(line: str) -> None:
         (" model x --fu", "--fu", ["--fuse"]),
         (" model x --fuse ", "", ["auto", "none", "library", "inductor"]),
         (" --fuse=in", "in", ["inductor"]),
-        (" m x --policy cr", "cr", ["critical_path"]),
         (" m x --no-strict o", "o", []),
         (" m x --against eager-tuned,cuda", "cuda", ["cuda-graph"]),
     ],

@@ -65,11 +65,6 @@ def test_one_call_with_its_inputs_and_line(shell) -> None:
     assert not calls.more
 
 
-@pytest.mark.parametrize("cell", ["head(model(x))", "[model(x) for _ in range(2)]", "for _ in range(2):\n    model(x)"])
-def test_more_calls_than_one(shell, cell) -> None:
-    assert watched(shell, cell, model=Outer(), head=torch.nn.ReLU(), x=torch.ones(2, 4)).more
-
-
 def test_a_forward_that_raises_is_no_call(shell) -> None:
     cell = "try:\n    model(x, scale=-1.0)\nexcept ValueError:\n    y = model(x)"
     calls = watched(shell, cell, model=Outer(), x=torch.ones(2, 4))

@@ -99,18 +99,6 @@ def test_what_is_optional_may_be_missing() -> None:
     assert found["replay"] in ("works", "broken")  # without numpy, torch itself may not be whole
 
 
-def test_nothing_at_all_is_installed() -> None:
-    code, found = states(before=hiding([*ALWAYS, *SOMETIMES]))
-    assert code == 1
-    assert {name for name, state in found.items() if state == "broken"} == {
-        "torch",
-        "replay",
-        "report files",
-        "terminal",
-    }
-    assert found["kept plans"] == "works"
-
-
 RAISING = """
 import sys
 class Breaking:
@@ -130,16 +118,6 @@ def test_packages_that_break_on_import(error: str) -> None:
     assert code == 1
     assert {found["torch"], found["report files"]} == {"broken"}
     assert {found["NVTX ranges"], found["graphviz dot"], found["statistics"]} == {"off"}
-
-
-@pytest.mark.slow
-def test_an_environment_that_takes_things_away(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    away = {"PATH": "", "NIMBLE_NVTX": "0", "HOME": "", "NIMBLE_CACHE_DIR": str(tmp_path / "file" / "plans")}
-    code, found = states(**away)
-    assert code == 0
-    assert found["NVTX ranges"] == found["kept plans"] == "off"
-    assert found["graphviz dot"] == "fallback"
 
 
 def test_a_program_that_hangs_or_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from nimble_core.ir.program import Call, Program
 from nimble_viz.report.data import HostSync
 from nimble_viz.traces.events import DeviceEvent, RuntimeEvent, Trace, outer_first
-from nimble_viz.traces.profiler import profile_eager
 from tests.support.eager_traces import CUDA, TWO, op, program_of, split
 
 
@@ -51,24 +50,3 @@ def test_a_blocking_copy_is_named_after_the_copy() -> None:
     assert waiting(*nested, launch=25, wait=30, copy=within) == [HostSync("cudaStreamSynchronize", 1, 20.0, "")]
     assert waiting(*nested, launch=25, wait=30) == [HostSync("cudaStreamSynchronize", 1, 20.0, "")]
     assert waiting(*nested, launch=25, wait=70, copy=copy) == [HostSync("cudaStreamSynchronize", 1, 20.0, "")]
-
-
-def test_a_copy_to_pageable_memory_waits_by_itself() -> None:
-    copy = "Memcpy DtoH (Device -> Pageable)"
-    nested = ("to", 10, 60), ("_to_copy", 12, 58), ("copy_", 20, 55)
-    # The copy waits (25–27), then the stream is waited for (30–50): one synchronisation.
-    assert waiting(*nested, launch=25, wait=30, copy=copy) == [HostSync(copy, 1, 22.0, "")]
-    # non_blocking=True does not help where the memory is not pinned.
-    assert waiting(*nested, launch=25, wait=70, copy=copy) == [
-        HostSync("cudaStreamSynchronize", 1, 20.0, ""),
-        HostSync(copy, 1, 2.0, ""),
-    ]
-    assert waiting(launch=25, wait=70, copy=copy)[1] == HostSync(copy, 1, 2.0, "")
-
-
-def test_item_on_the_host_is_listed() -> None:
-    import torch
-
-    trace = profile_eager(lambda: torch.ones(3).sum().item(), device="cpu", synchronize=lambda: None)
-    (sync,) = split(program_of("sum"), trace, 0.0).host_syncs
-    assert (sync.kind, sync.count) == ("aten::item", 1)

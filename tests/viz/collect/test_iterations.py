@@ -95,7 +95,6 @@ _VALUES = [*((name, start + 100 * i + 60, end + 100 * i + 60) for i in range(9) 
     ("line", "ops", "waits", "found"),
     [
         ("t.item()", _READ, [(10, 30)], [("aten::item", 1, 40)]),
-        ("float(t)", _READ, [(10, 30)], [("aten::item", 1, 40)]),
         ("if t:", [("aten::is_nonzero", 0, 60), *_READ], [(10, 30)], [("aten::is_nonzero", 1, 60)]),
         ("t.tolist(), t.cpu(), t.cpu().numpy()", _COPIED, [(30, 45)], [("Memcpy DtoH (Device -> Pageable)", 1, 15)]),
         ("nonzero(t)", [("aten::nonzero", 0, 70)], [(10, 20), (40, 50)], [("aten::nonzero", 1, 70)]),
@@ -310,6 +309,3 @@ def test_lost_events_are_survived(tmp_path: Path) -> None:
     assert profile.device_busy_ns == 162_000
     assert profile.idle is not None
     assert profile.idle.unknown_ns > 0
-    lost = [one for one in trace["traceEvents"] if one.get("name") != "gemm"]
-    cut, _ = one_iteration(read_trace(write_trace(tmp_path / "trace.json", {**trace, "traceEvents": lost})))
-    assert cut.warnings == ("1 of 3 kernel launches have no device event: the profiler lost them",)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from nimble_core.ir.program import Program
-from nimble_core.ir.timeline import Timeline
 from nimble_viz.collect.overhead import device_idle, iteration_bound, measure_overhead
 from nimble_viz.report.data import Bound, CallOverhead, OverheadProfile
 from nimble_viz.traces.events import DeviceEvent, RuntimeEvent, Trace
-from tests.support.eager_traces import CUDA, TWO, drawn, no_overlap, op, program_of, programs, split, traces
+from tests.support.eager_traces import CUDA, TWO, drawn, op, program_of, programs, split, traces
 
 
 def host_ns(profile: OverheadProfile, device: str) -> float:
@@ -135,69 +131,6 @@ def test_parts_and_remainder_add_up_to_the_profiled_time(trace: Trace, program: 
         parts = (row.python_ns, row.dispatch_ns, row.allocation_ns, row.launch_ns, row.tail_ns, row.work_ns)
         assert min(parts) >= 0.0
         assert 0.0 <= row.exposed_ns <= row.overhead_ns
-
-
-class Calls(TorchDispatchMode):
-    """Names of the operators that are more than a view or an allocation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        result = func(*args, **(kwargs or {}))
-        made = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
-        view = bool(made) and all(t.untyped_storage()._cdata in given for t in made) and not func._schema.is_mutable
-        if not view and "empty" not in str(func) and func.namespace != "profiler":
-            self.names.append(str(func))
-        return result
-
-
-def measured(run: Callable[[], object]) -> tuple[Program, OverheadProfile, Timeline]:
-    run()
-    with Calls() as calls:
-        run()
-    program = program_of(*calls.names)
-    return program, *measure_overhead(program, run, device="cpu", unprofiled_ns=1e6, synchronize=lambda: None)
-
-
-def bert() -> Callable[[], object]:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.BertConfig(
-        num_hidden_layers=3, hidden_size=64, num_attention_heads=4, intermediate_size=128, vocab_size=100
-    )
-    model, ids = transformers.BertModel(config).eval(), torch.randint(0, 100, (1, 16))
-    return lambda: model(ids)
-
-
-def training() -> Callable[[], object]:
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.GELU(), torch.nn.Linear(16, 4))
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-    x, y = torch.randn(5, 8), torch.randn(5, 4)
-
-    def step() -> None:
-        torch.nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-@pytest.mark.parametrize(("model", "grad"), [(bert, False), (training, True)])
-def test_real_models_are_matched_call_by_call(model: Callable[[], Callable[[], object]], grad: bool) -> None:
-    with torch.set_grad_enabled(grad):
-        program, profile, line = measured(model())
-    assert profile.total == len(program.calls) > 5
-    assert profile.matched >= (0.95 if grad else 1.0) * profile.total
-    assert not any("found in the profile" in warning for warning in profile.warnings)
-    assert host_ns(profile, "cpu") == profile.profiled_ns > 0
-    assert profile.overhead_ns > 0
-    assert 0 < profile.device_busy_ns < profile.profiled_ns
-    assert profile.slowdown == profile.profiled_ns / 1e6
-    assert no_overlap(line) == [row.call for row in profile.calls]
-    names = {span.call: span.name for span in line.spans if span.call is not None}
-    assert all(name.split("::")[1] == program.calls[call].label for call, name in names.items())
 
 
 @pytest.mark.gpu

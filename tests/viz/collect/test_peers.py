@@ -175,19 +175,6 @@ def test_outputs_and_traces_on_a_gpu(name: str) -> None:
     show(name, "cuda")
 
 
-@pytest.mark.parametrize("name", ["torchscript", "eager-tuned", "compile"])
-def test_a_function(name: str) -> None:
-    def function(x: torch.Tensor, y: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        return x @ y[0], [torch.sin(x) + y[0]]
-
-    given = [torch.randn(4, 4), [torch.randn(4, 4)]]
-    with torch.inference_mode():
-        run = peer(name).prepare(function, given, {})
-        other = [torch.randn(4, 4), [torch.randn(4, 4)]]
-        torch.testing.assert_close(run(*other), function(*other))
-        close(run)
-
-
 def test_what_the_user_compiled_stays_compiled() -> None:
     from torch._dynamo.utils import counters
 
@@ -206,20 +193,6 @@ def test_what_the_user_compiled_stays_compiled() -> None:
         close(run)
         torch.testing.assert_close(user(x), breaks(x))
         assert counters["stats"]["unique_graphs"] == graphs
-
-
-def test_two_ways_to_compile_do_not_mix() -> None:
-    from torch._dynamo.utils import counters
-
-    model, (x, more) = small(), inputs()
-    with torch.inference_mode():
-        runs = [peer(name).prepare(model, [x], more) for name in ("compile", "compile+freezing")]
-        graphs = counters["stats"]["unique_graphs"]
-        for run in [*runs, *runs]:
-            run(x, **more)
-        assert counters["stats"]["unique_graphs"] == graphs
-        for run in runs:
-            close(run)
 
 
 def test_what_readers_of_its_times_should_know() -> None:

@@ -109,20 +109,3 @@ def test_wrong_arguments_are_named() -> None:
     assert "kwargs is a list" in refuse(Wide(), x, kwargs=[1])
     assert "not an Options" in refuse(Wide(), x, options={"policy": "single"})
     assert "is not initialised" in refuse(nn.LazyLinear(3), x)
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        lambda x: x * x.sum().item(),
-    ],
-    ids=["item"],
-)
-def test_a_host_that_would_wait_is_told_where_the_build_knows_no_cuda(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
-    with pytest.raises(CaptureError, match="the host would have to wait for the device") as caught:
-        nimble_viz.plan(model, torch.randn(3), target="cuda")
-    assert "test_plan.py" in caught.value.where
-    assert caught.value.fix

@@ -68,16 +68,12 @@ def test_the_terminal_shows_the_step_and_then_nothing() -> None:
     progress.finish()
 
 
-def test_silent_where_nobody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    assert type(default_progress()) is Progress
-
-
-def test_shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("terminal", "kind"), [(False, Progress), (True, TerminalProgress)])
+def test_shown_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch, terminal: bool, kind: type[Progress]) -> None:
     screen = io.StringIO()
-    monkeypatch.setattr(screen, "isatty", lambda: True)
+    monkeypatch.setattr(screen, "isatty", lambda: terminal)
     monkeypatch.setattr(sys, "stderr", screen)
-    assert type(default_progress()) is TerminalProgress
+    assert type(default_progress()) is kind
 
 
 def test_a_notebook_shows_steps_and_keeps_nothing_of_them() -> None:

@@ -301,27 +301,6 @@ def test_a_peer_that_draws_other_random_numbers_is_measured_and_said() -> None:
     assert found.measurement("own") is not None
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["plain", "all"])
-def test_compile_trains(how: str) -> None:
-    pytest.importorskip("torch._inductor")
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
-    try:
-        get_cpp_compiler()
-    except Exception as error:  # torch's own: no compiler
-        pytest.skip(f"no C++ compiler: {error}")
-    net, (x, y) = Net(), batch()
-    before = everything(net, None)
-    peers, given = ["compile", "compile+freezing"], HOW[how]()
-    found = trained(net, x, target=y, optimizer=sgd(net), against=peers, options=ONE, **given)
-    unchanged(before, everything(net, None))
-    results = {one.name: one for one in found.peers}
-    assert results["compile"].check.passed, results["compile"]
-    assert found.measurement("compile") is not None
-    assert "frozen weights" in results["compile+freezing"].note
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("half", [False, True], ids=["as it is", "cast, scaled and clipped"])
 def test_peers_train_on_a_gpu(half: bool) -> None:

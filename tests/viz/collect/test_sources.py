@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import linecache
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -78,31 +77,6 @@ def test_a_cell_of_a_notebook_is_read_where_python_keeps_it() -> None:
         )
     finally:
         del linecache.cache[path]
-
-
-def test_a_cell_that_ipython_numbers_is_called_by_its_number(tmp_path: Path) -> None:
-    code = """
-from pathlib import Path
-import sys
-from IPython.core.interactiveshell import InteractiveShell
-import torch
-from nimble_core import Options
-from nimble_viz import compare, load
-shell = InteractiveShell.instance()
-for text in ("import torch\\ndef double(x):\\n    return torch.relu(x + x)", "y = 1\\nreport = double"):
-    assert shell.run_cell(text, store_history=True).success
-report = compare(shell.user_ns["double"], torch.ones(4), options=Options(budget_s=0.1))
-report = load(report.save(Path(sys.argv[1]) / "cell.nimble"))
-print({(one.file, one.line) for call in report.eager_calls for one in call.origins})
-print([(one.file, one.name, one.first, one.lines) for one in report.sources])
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=180, check=False
-    )
-    assert done.stdout.splitlines()[-2:] == [
-        "{('In[1]', 3)}",
-        "[('In[1]', 'double', 2, ('def double(x):', '    return torch.relu(x + x)'))]",
-    ], done.stderr
 
 
 def test_what_cannot_be_read_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

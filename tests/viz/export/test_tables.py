@@ -6,7 +6,6 @@ import csv
 import io
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nimble_core.utils.errors import InputError
-from nimble_viz.export.tables import KINDS, Column, Table, make_table, no_formula, to_csv, write_tables
-from tests.support.sample_reports import CASES, HOSTILE, fused_report, sample_report, training_report
+from nimble_viz.export.tables import KINDS, Column, Table, make_table, no_formula, to_csv
+from tests.support.sample_reports import CASES, fused_report, sample_report, training_report
 
 REPORTS = {**CASES, "fused": fused_report, "training": training_report}
 SMALL = [name for name in REPORTS if name not in ("ten thousand", "fused thousand")]
@@ -93,15 +92,6 @@ def test_any_cell_survives_csv(rows: list[tuple[str, float, int | None]]) -> Non
     types: list[Any] = [str, float, int]
     table = Table("calls", tuple(Column(k.__name__, k, tuple(c)) for k, c in zip(types, cells, strict=True)))
     assert read_csv(table) == rows
-
-
-def test_a_folder_of_tables(tmp_path: Path) -> None:
-    report = sample_report(20, model=HOSTILE, hostile=HOSTILE + "\udcff")
-    folder = write_tables(report, tmp_path / "made" / "here")
-    assert {path.name for path in folder.iterdir()} == {f"{kind}.csv" for kind in KINDS}
-    with (folder / "calls.csv").open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert rows[0]["operator"].endswith(HOSTILE + "\\udcff")
 
 
 def test_unknown_kinds_are_refused() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nimble_core.ir.timeline import Lane, Span, Timeline
-from nimble_viz.export.trace import Slice, Trace, edges_in_time, make_trace
+from nimble_viz.export.trace import Slice, Trace, make_trace
 from nimble_viz.render.report import Report
 from tests.support.sample_reports import CASES, fused_report, sample_report, training_report
 
@@ -86,37 +86,9 @@ def test_any_timeline_keeps_every_span_without_overlap(line: Timeline) -> None:
     check(replace(BASE, timelines=(line,)))
 
 
-@given(timelines())
-def test_edges_make_a_stack_on_each_track(line: Timeline) -> None:
-    trace = make_trace(replace(BASE, timelines=(line,)))
-    open_: dict[int, list[int]] = defaultdict(list)
-    now = 0
-    seen: Counter[tuple[int, bool]] = Counter()
-    for time_ns, index, begins in edges_in_time(trace):
-        assert time_ns >= now
-        now = time_ns
-        one = trace.slices[index]
-        assert time_ns == (one.start_ns if begins else one.end_ns)
-        if begins:
-            open_[one.track].append(index)
-        else:
-            assert open_[one.track].pop() == index
-        seen[index, begins] += 1
-    assert not any(open_.values())
-    assert seen == Counter({(index, begins): 1 for index in range(len(trace.slices)) for begins in (True, False)})
-
-
 @pytest.mark.parametrize("name", list(REPORTS))
 def test_sample_reports(name: str) -> None:
     check(REPORTS[name]())
-
-
-def test_the_check_can_fail() -> None:
-    overlapping = Timeline(
-        "nimble", "measured", "drawn", (Lane("stream 0", "stream"),), (Span(0, 0, 9, 0, "a"), Span(0, 4, 12, 1, "b"))
-    )
-    trace = check(replace(BASE, timelines=(overlapping,)))
-    assert [track.name for track in trace.tracks] == ["run", "stream 0", "stream 0 (2)"]
 
 
 def test_waits_of_the_schedule_are_flows() -> None:

@@ -44,11 +44,3 @@ def test_json_holds_everything() -> None:
     whole = json.loads(Diagnosis("Net", (BLOCKER,), ("a note",)).to_json())
     assert (whole["ok"], whole["notes"], whole["blockers"][0]["mark"]) == (False, ["a note"], [4, 12])
     assert whole["blockers"][0]["link"] == BLOCKER.link
-
-
-def test_a_model_without_blockers() -> None:
-    fine, noted = Diagnosis("Net", ()), Diagnosis("Net", (), ("a note",))
-    assert fine.ok
-    assert str(fine).splitlines()[-1] == "Net can be prepared."
-    assert "Net can be prepared, with these notes." in str(noted)
-    assert "note: a note" in str(noted)

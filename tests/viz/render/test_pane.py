@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from nimble_core.utils.errors import InputError
 from nimble_viz.analysis.live_memory import live_memory
 from nimble_viz.analysis.source import source
 from nimble_viz.render.pane import PANES, Pane
-from tests.support.sample_reports import RENDERED, sample_report
+from tests.support.sample_reports import sample_report
 
 
 def test_methods_of_a_report_are_its_panes() -> None:
@@ -30,26 +29,6 @@ def test_every_view_has_data_text_and_a_page(name: str, tmp_path: Path) -> None:
     assert str(pane) == pane.to_text()
     text = pane.to_html(tmp_path / "view.html").read_text(encoding="utf-8")
     assert f'data-pane="{name}"' in text
-
-
-@pytest.mark.parametrize("case", RENDERED)
-def test_a_view_is_printed_by_itself(case: str) -> None:
-    """What is printed is a part of the report, or one sentence; every section of the report is in some view."""
-    report = RENDERED[case]()
-    whole = sections(report.to_text(100))
-    shown: set[str] = set()
-    for name in ("summary", "overhead", "dag", "timeline", "syncs"):
-        text = report.pane(name).to_text(100)
-        own = sections(text)
-        assert own <= whole
-        assert own or len(text.splitlines()) == 2
-        shown |= own
-    assert {section.splitlines()[0] for section in whole - shown} <= {"Hottest lines"}
-
-
-def sections(text: str) -> set[str]:
-    """Title and body of each: what begins at the left margin below an empty line."""
-    return {part.rstrip() for part in re.split(r"\n\n(?=\S)", text)[1:]}
 
 
 def test_what_a_view_is_called() -> None:

@@ -18,89 +18,27 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nimble_core.ir.candidates import Candidate
-from nimble_core.ir.costs import Costs
-from nimble_core.ir.measurement import summarize
-from nimble_core.ir.program import Call, Origin
-from nimble_core.ir.timeline import Lane, Span, Timeline
 from nimble_core.utils.errors import ReportFileError
 from nimble_viz import load
 from nimble_viz.analysis.payload import view_data
 from nimble_viz.render.html import embed_json
 from nimble_viz.render.report import Report
 from nimble_viz.render.text import plain_text
-from nimble_viz.report.consistency import MAX_NUMBER
-from nimble_viz.report.data import EngineMemory, EqualityCheck, Memory, PeerResult, PrepareStep, SourceLines
+from nimble_viz.report.data import EqualityCheck, PeerResult
 from nimble_viz.report.file import MAX_RATIO, save
 from tests.support.sample_reports import HOSTILE, RENDERED, fused_report, old_report, sample_report
 
 ROOT = Path(__file__).parents[3]
 RECORDINGS = sorted(path for of in ("examples", "tests") for path in (ROOT / of / "recordings").glob("*.nimble"))
-amounts = st.floats(min_value=0, max_value=MAX_NUMBER)
-words = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
-
-
-@st.composite
-def reports(draw: st.DrawFn) -> Report:
-    """Reports with drawn names, numbers and lists, consistent in themselves."""
-    report = sample_report(
-        draw(st.integers(0, 12)),
-        width=draw(st.integers(1, 3)),
-        device=draw(st.sampled_from(["cuda", "cpu"])),
-        complete=draw(st.booleans()),
-        overhead=draw(st.booleans()),
-        timelines=draw(st.booleans()),
-    )
-    size = len(report.program.calls)
-    origins = st.builds(Origin, words, words, words, st.integers(0, 10**6))
-    calls = tuple(
-        Call(k, draw(words), ((draw(words), draw(words)),), old.accesses, old.phase, (draw(origins),))
-        for k, old in enumerate(report.program.calls)
-    )
-    starts = sorted(draw(st.lists(st.floats(0, 1e9), max_size=4)))
-    spans = tuple(Span(0, start, start + draw(st.floats(0, 1e9)), None, draw(words)) for start in starts)
-    return replace(
-        report,
-        model=draw(words),
-        program=replace(report.program, calls=calls, notes=(draw(words),)),
-        costs=Costs(tuple(draw(st.lists(amounts, min_size=size, max_size=size))), draw(words)),
-        measurements=(summarize(draw(words), draw(st.lists(st.floats(1, 1e15), min_size=1, max_size=6))),),
-        checks=(
-            EqualityCheck(draw(words), draw(st.floats(allow_nan=False)), 1e-3, draw(amounts), draw(st.booleans())),
-        ),
-        preparation=(PrepareStep(draw(words), draw(st.floats(0, 1e6))),),
-        timelines=(*report.timelines, Timeline("drawn", "simulated", "none", (Lane("0", "stream"),), spans)),
-        memory=Memory(
-            draw(st.integers(0, 1 << 50)),
-            ((draw(words), draw(st.integers(0, 1 << 50))),),
-            planned=(EngineMemory(draw(words), *draw(st.tuples(*[st.integers(0, 1 << 50)] * 3))),),
-        ),
-        candidates=(
-            Candidate(
-                draw(words), draw(st.integers(0, 99)), 3, draw(amounts), report.measurements[0], note=draw(words)
-            ),
-            Candidate("single", 1, 0, fuse=draw(words), fuse_s=draw(amounts), chosen=draw(st.booleans())),
-        ),
-        peers=(PeerResult(draw(words), draw(amounts), note=draw(words)),),
-        warnings=tuple(draw(st.lists(words, max_size=2))),
-        sources=tuple(
-            draw(st.lists(st.builds(SourceLines, words, st.integers(1, 10**6), words, st.tuples(words), words)))
-        ),
-    )
-
-
-@given(report=reports())
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-def test_round_trip(tmp_path: Path, report: Report) -> None:
-    path = report.save(tmp_path / "report.nimble")
-    loaded = load(path)
-    assert loaded == report
-    assert loaded.save(tmp_path / "again.nimble").read_bytes() == path.read_bytes()
 
 
 @pytest.mark.parametrize("case", RENDERED)
 def test_round_trip_of_every_case(tmp_path: Path, case: str) -> None:
     report = RENDERED[case]()
-    assert load(report.save(tmp_path / "report.nimble")) == report
+    path = report.save(tmp_path / "report.nimble")
+    loaded = load(path)
+    assert loaded == report
+    assert loaded.save(tmp_path / "again.nimble").read_bytes() == path.read_bytes()
 
 
 @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.name)
@@ -170,12 +108,6 @@ def test_what_is_no_report(tmp_path: Path, content: bytes, message: str) -> None
     assert caught.value.fix
 
 
-def test_bomb_is_refused(tmp_path: Path) -> None:
-    path = _file(tmp_path, gzip.compress(b" " * 5_000_000))
-    with pytest.raises(ReportFileError, match="larger than 1,000,000 bytes"):
-        load(path, max_bytes=1_000_000)
-
-
 def test_a_small_bomb_is_refused_by_its_ratio(tmp_path: Path) -> None:
     path = _file(tmp_path, gzip.compress(b'{"nimble_report": 1, "report": [' + b"0," * 20_000_000))
     assert path.stat().st_size < 50_000
@@ -225,16 +157,6 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
     for length in range(0, len(whole), 7):
         with pytest.raises(ReportFileError):
             load(_file(tmp_path, whole[:length]))
-
-
-@given(data=st.data())
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-def test_flipped_bytes_under_the_checksum(tmp_path: Path, data: st.DataObject) -> None:
-    path = sample_report(3).save(tmp_path / "whole.nimble")
-    whole = bytearray(gzip.decompress(path.read_bytes()))
-    for place in data.draw(st.lists(st.integers(0, len(whole) - 1), min_size=1, max_size=3)):
-        whole[place] = data.draw(st.sampled_from(b'0123456789-eE.",[]{}n\\\x00\xff'))
-    _refused_or_drawn(_file(tmp_path, gzip.compress(bytes(whole))))
 
 
 def _places(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

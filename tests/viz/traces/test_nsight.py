@@ -176,14 +176,6 @@ def test_views_and_generated_columns_are_not_run(tmp_path: Path) -> None:
     assert read_export(path).ranges == ()
 
 
-def test_a_string_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_export(tmp_path / "p.sqlite", replace_ranges(ONE, (TID, 1, 2, "x" * 5000)))
-    assert len(read_export(path).ranges[0].text) == 5000
-    monkeypatch.setattr(nimble_viz.traces.nsight, "_MAX_TEXT", 4000)
-    with pytest.raises(ReportFileError, match="too big"):
-        read_export(path)
-
-
 def test_too_many_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = sample_report(12)
     path = write_export(tmp_path / "p.sqlite", profile_of(report, report.chosen))
