@@ -10,22 +10,20 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from nimble_core.api.nimble import Nimble
 from nimble_core.scheduling.options import Options
 from nimble_core.scheduling.policies.base import plan_streams
-from nimble_core.utils.errors import DeviceError
 from tests.support.host_models import (
     CASES,
     Branches,
-    ConvNet,
     Prepared,
     eager,
     same,
 )
+from tests.support.models import make
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("streams", [1, 2, None])
 def test_replays_equal_eager_bit_for_bit_on_fresh_inputs(name: str, streams: int | None) -> None:
-    torch.manual_seed(0)
-    model, args = CASES[name]()
+    model, args, _ = make(name)
     made = Prepared(model, *args)
     executable = made.wide(streams)
     kept = []
@@ -110,20 +108,6 @@ def test_nothing_is_held_after_close() -> None:
     executable.close()
     assert executable.arena is None
     assert arena.expired()
-
-
-def test_the_whole_model_runs_without_a_schedule() -> None:
-    model = ConvNet().eval()
-    made = Prepared(model, torch.randn(2, 3, 8, 8))
-    executable = made.device.capture_whole(model, made.recording, made.signature)
-    x = torch.randn(2, 3, 8, 8)
-    assert same(executable.run([x]), eager(model, [x]))
-    executable.replay()
-    with pytest.raises(DeviceError, match="cannot be observed"):
-        made.device.observe(executable, made.recording, 1)
-    executable.close()
-    with pytest.raises(DeviceError, match="closed"):
-        executable.run([x])
 
 
 def test_a_model_called_as_it_is_keeps_its_buffers_to_itself_unless_static() -> None:
