@@ -284,7 +284,6 @@ class CellNetwork(nn.Module):
         channels: of the stem's output.
         layers: the cells.
         activate: whether ReLU stands between the last cell and pooling.
-        classes: outputs.
     """
 
     def __init__(
@@ -295,7 +294,6 @@ class CellNetwork(nn.Module):
         layers: Sequence[Layer],
         *,
         activate: bool,
-        classes: int = 1000,
     ) -> None:
         super().__init__()
         self.stem = stem
@@ -314,11 +312,11 @@ class CellNetwork(nn.Module):
             before, last, halved = last, width * len(genotype.outputs), stride == 2
         self.cells = nn.ModuleList(cells)
         self.head = nn.Sequential(
-            nn.ReLU() if activate else nn.Identity(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(last, classes)
+            nn.ReLU() if activate else nn.Identity(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(last, 1000)
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of shape (batch, classes) from images of shape (batch, 3, height, width)."""
+        """Logits of shape (batch, 1000) from images of shape (batch, 3, height, width)."""
         before = self.stem(x)
         last = self.second(before)
         for cell in self.cells:
@@ -327,7 +325,7 @@ class CellNetwork(nn.Module):
         return logits
 
 
-def _stacks(search: Search, repeats: int, width: int, stem: int = 32) -> CellNetwork:
+def _stacks(search: Search, repeats: int, width: int) -> CellNetwork:
     """Three stacks of ``repeats`` normal cells, a reduction before the second and third, two more after the stem.
 
     Zoph et al., figure 2. The width doubles at every reduction; the first stack's is ``width``.
@@ -337,8 +335,8 @@ def _stacks(search: Search, repeats: int, width: int, stem: int = 32) -> CellNet
         if stack:
             layers.append(Layer(search.reduction, width << stack, 2))
         layers += repeats * [Layer(search.normal, width << stack, 1)]
-    first = nn.Sequential(nn.Conv2d(3, stem, 3, 2, bias=False), nn.BatchNorm2d(stem))
-    return CellNetwork(first, None, stem, layers, activate=True)
+    first = nn.Sequential(nn.Conv2d(3, 32, 3, 2, bias=False), nn.BatchNorm2d(32))
+    return CellNetwork(first, None, 32, layers, activate=True)
 
 
 def nasnet_a_mobile() -> CellNetwork:
@@ -351,12 +349,13 @@ def amoebanet_a() -> CellNetwork:
     return _stacks(AMOEBANET_A, repeats=6, width=190)
 
 
-def darts(cells: int = 14, width: int = 48) -> CellNetwork:
+def darts() -> CellNetwork:
     """Make the ImageNet network of DARTS for images of 224 px: 4.7M parameters, as published.
 
     It has 530M multiply-adds in its convolutions and linear layer. The paper says 574M, not how they were counted;
     others who counted the released network report 523M to 545M.
     """
+    cells, width = 14, 48
     stem = nn.Sequential(
         nn.Conv2d(3, width // 2, 3, 2, 1, bias=False), nn.BatchNorm2d(width // 2), *_conv_norm(width // 2, width, 3, 2)
     )
@@ -406,9 +405,10 @@ class RandomStage(nn.Module):
         return sum(ends[1:], ends[0]) / len(ends)
 
 
-def randwire(width: int = 78, nodes: int = 32) -> nn.Sequential:
+def randwire() -> nn.Sequential:
     """RandWire-WS(4, 0.75), small regime, for images of 224 px: 5.6M parameters, 583M multiply-adds, as published."""
+    width = 78
     stem = nn.Sequential(nn.Conv2d(3, width // 2, 3, 2, 1, bias=False), nn.BatchNorm2d(width // 2))
-    stages = [RandomStage(width << max(stage - 1, 0), width << stage, nodes, seed=stage) for stage in range(3)]
+    stages = [RandomStage(width << max(stage - 1, 0), width << stage, 32, seed=stage) for stage in range(3)]
     last = nn.Sequential(*_conv_norm(width << 2, 1280), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     return nn.Sequential(stem, *_conv_norm(width // 2, width, 3, 2), *stages, last, nn.Linear(1280, 1000))

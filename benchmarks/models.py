@@ -24,7 +24,7 @@ from benchmarks import cells
 from benchmarks.llama import Size, llama
 
 __all__ = [
-    *("FIRST", "LOST", "ROWS", "SIX", "Inference", "Row", "Training", "calibrated", "example", "load"),
+    *("LOST", "ROWS", "SIX", "Inference", "Row", "Training", "calibrated", "example", "load"),
     *("same_masks", "Work", "work", "work_of_compiled", "work_of_export", "work_of_recording"),
 ]
 
@@ -292,7 +292,6 @@ SIX = ("resnet50", "bert", "googlenet", "nasnet-mobile", "llama-decode", "train-
 """What an independent harness measures as well."""
 LOST = ("googlenet-default-init", "mobilenet-default-init", "randwire", "segformer")
 """Where ours was slower than a peer when others measured it; ``llama-decode`` was, too."""
-FIRST = SIX + LOST
 
 
 def example(title: str, dtype: str, batch: int = 1, device: str = "cuda") -> tuple[nn.Module, *Inputs]:

@@ -250,13 +250,13 @@ def entries_of(
             "replay over critical path": replay.median_ns / path_ns if path_ns else None,
             "simulated us": simulated_ns / 1e3,
             "simulation error": simulated_ns / in_a_row.median_ns - 1,
-            "memory": memory_figures(model, one),
+            "memory": memory_figures(one),
             "equality": asdict(check_equality(name, from_same_state(recorded, one.run), cases)),
         }
     return found
 
 
-def memory_figures(model: Model, executable: Executable) -> dict[str, Any]:
+def memory_figures(executable: Executable) -> dict[str, Any]:
     """Bytes that an executable holds, and those of its arena."""
     memory = executable.memory
     if memory is None:

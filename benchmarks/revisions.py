@@ -39,7 +39,6 @@ ROWS = (
 )
 """Model, precision, and what is prepared; training at batch 32."""
 
-MEASURES = ("host_us", "throughput_us", "device_us")
 BAND = 0.03
 """What a change of code that changes no kernel may move a ratio by."""
 

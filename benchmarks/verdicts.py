@@ -42,8 +42,9 @@ def white(spread: float) -> Noise:
     return lambda draw, count: draw.normal(0, spread, count)
 
 
-def autocorrelated(by: float, spread: float = 0.05) -> Noise:
+def autocorrelated(by: float) -> Noise:
     """Draw times of which each is close to the one before it."""
+    spread = 0.05
 
     def noise(draw: np.random.Generator, count: int) -> Any:
         steps = draw.normal(0, spread * math.sqrt(1 - by * by), count)

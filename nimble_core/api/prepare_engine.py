@@ -76,7 +76,7 @@ def prepare_inference(
     try:
         if chosen.wrong:
             warn(chosen.wrong)
-        engine = _inference_engine(device, signature, recorded, chosen, options, watch)
+        engine = _inference_engine(device, signature, recorded, chosen, watch)
         engine.check()  # what changed during the preparation is folded as well
     except BaseException:
         chosen.executable.close()
@@ -129,7 +129,7 @@ def _follow(device: Device, recorded: Recorded, options: Options, plan: Plan, wa
 
 
 def _inference_engine(
-    device: Device, signature: Signature, eager: Recorded, chosen: _Chosen, options: Options, watch: Stopwatch
+    device: Device, signature: Signature, eager: Recorded, chosen: _Chosen, watch: Stopwatch
 ) -> Engine:
     """Put an engine together.
 
@@ -138,7 +138,6 @@ def _inference_engine(
         signature: inputs it takes.
         eager: the recording of the model itself.
         chosen: what it runs.
-        options: it was prepared under.
         watch: what preparation took.
     """
     recorded, model = chosen.recorded, eager.model

@@ -87,7 +87,7 @@ def limit_ns(costs: Costs, critical_path_ns: float) -> float:
     return max(critical_path_ns, work)
 
 
-def uniform_costs(calls: int | Sequence[object], ns: float = 1.0) -> Costs:
+def uniform_costs(calls: int | Sequence[object]) -> Costs:
     """Give each of ``calls`` calls the same cost: for graphs that were never measured."""
     count = calls if isinstance(calls, int) else len(calls)
-    return Costs(ns=(float(ns),) * count, source="uniform")
+    return Costs(ns=(1.0,) * count, source="uniform")

@@ -169,7 +169,7 @@ def _by_round(taken: Measurement) -> dict[int, float]:
     return dict(zip(taken.rounds or range(len(taken.samples_ns)), taken.samples_ns, strict=False))
 
 
-def across(new: Measurement, old: Measurement, same: float = ACROSS) -> Ratio:
+def across(new: Measurement, old: Measurement) -> Ratio:
     """Speed of ``new`` over ``old`` (> 1: faster), measured in two processes: no samples are neighbours.
 
     Opposite ends of the two medians' intervals set against each other.
@@ -180,7 +180,7 @@ def across(new: Measurement, old: Measurement, same: float = ACROSS) -> Ratio:
     (new_low, new_high), (old_low, old_high) = _median_bounds(new), _median_bounds(old)
     value = _over(old.median_ns, new.median_ns)
     low, high = _over(old_low, new_high), _over(old_high, new_low) if math.isfinite(old_high) else math.inf
-    return Ratio(new.name, old.name, value, min(low, value), max(high, value), same)
+    return Ratio(new.name, old.name, value, min(low, value), max(high, value), ACROSS)
 
 
 def not_slower(taken: Mapping[str, Measurement]) -> list[str]:

@@ -8,7 +8,6 @@ __all__ = [
     "AUTOTUNER_RUN",
     "CODE_COMMENT",
     "COUNTERS",
-    "EVAL_FRAME",
     "FX_CACHE_SHAPES",
     "GENERATED",
     "GENERATED_CACHE",
@@ -77,11 +76,6 @@ COUNTERS = private("torch._dynamo.utils:counters", "count a peer's graph breaks"
 RESET_CODE = private("torch._C._dynamo.eval_frame:reset_code", "forget what a peer compiled, and nothing else")
 MARKED_STEPS = private(
     "torch._inductor.cudagraph_trees:MarkStepBox.mark_step_counter", "mark a peer's steps where a process marks any"
-)
-EVAL_FRAME = private(
-    "torch._C:_dynamo.eval_frame",
-    "have Dynamo pass over what stands in for autograd's engine run",
-    "code that is compiled around a backward has one graph break more",
 )
 
 JIT_STATE = private("torch.jit:_state", "find scripted functions, to have TorchScript optimise them anew")

@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["SHARED", "TORCH", "Draws", "RandomStates", "alone", "random_state_kept", "seed_otherwise", "state_of"]
+__all__ = ["TORCH", "Draws", "RandomStates", "alone", "random_state_kept", "seed_otherwise", "state_of"]
 
-PYTHON, NUMPY, TORCH = SHARED = "Python's random", "numpy.random", "torch"
+PYTHON, NUMPY, TORCH = "Python's random", "numpy.random", "torch"
 _HOST = "torch on the host"
 """Torch's generator on the host, where ``TORCH`` is a GPU's."""
 

@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from benchmarks import models
-from benchmarks.models import FIRST, LOST, ROWS, Inference, Row, Training, Work, load, work
+from benchmarks.models import LOST, ROWS, SIX, Inference, Row, Training, Work, load, work
 from nimble_core import Nimble, Options
 
 
@@ -46,6 +46,7 @@ def outputs(case: Inference) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
+FIRST = SIX + LOST
 LATER = [pytest.param(name, marks=pytest.mark.slow) for name in ROWS if name not in FIRST]
 
 

@@ -6,15 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.views import dragged, missed
+from benchmarks.views import dragged
 from nimble_viz.render.html import page
 from tests.support.lab import chromium
 from tests.support.sample_reports import sample_report
-
-
-def test_what_is_missed_is_named() -> None:
-    row = {"open": {"page": {"s": [1.0, 3.5, 4.0]}}, "pan": {"DAG": {"fps": 19.0}, "timeline": {"fps": 60.0}}}
-    assert missed(row) == ["page opens in 3.50 s", "DAG pans at 19 frames/s"]
 
 
 @pytest.mark.browser

@@ -32,11 +32,10 @@ class Wide(nn.Module):
 class Towers(nn.Module):
     """Independent branches whose results are small beside what they need on the way."""
 
-    def __init__(self, branches: int = 4, channels: int = 8) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.branches = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU(), nn.Conv2d(channels, channels, 3))
-            for _ in range(branches)
+            nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3)) for _ in range(4)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

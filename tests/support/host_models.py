@@ -22,8 +22,7 @@ from nimble_core.scheduling.verify_schedule import check_schedule
 from nimble_core.tracing.pytree import flatten
 from nimble_core.tracing.recording import Recording
 from nimble_core.tracing.signature import Signature
-
-Case = tuple[Callable[..., Any], tuple[torch.Tensor, ...]]
+from tests.support.modules import Wide
 
 
 class Prepared:
@@ -63,68 +62,15 @@ def same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> boo
     )
 
 
-class Branches(nn.Module):
-    def __init__(self, width: int = 4) -> None:
-        super().__init__()
-        self.branches = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(width)
-        )
-        self.norm = nn.LayerNorm(8)
+class Branches(Wide):
+    """Independent branches over eight features."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        joined = torch.cat([branch(x).relu() for branch in self.branches], 0)
-        return self.norm(joined.reshape(len(self.branches), -1, 8))
+    def __init__(self, branches: int = 4) -> None:
+        super().__init__(branches, 8)
 
 
-class ConvNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 8, 3, padding=1)
-        self.norm = nn.BatchNorm2d(8)
-        self.head = nn.Linear(8, 5)
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        y = nn.functional.max_pool2d(self.norm(self.conv(x)).relu_(), 2)
-        top = self.head(y.mean((2, 3)))
-        return {"scores": top.softmax(-1), "best": top.max(-1).indices, "map": y.transpose(1, 2)}
-
-
-def views(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    y = x * 2
-    y[0].add_(1)
-    z = y.t().contiguous().view(-1)
-    parts = torch.split(y, 1)
-    return z[2:], parts[0] + parts[1], y.unsqueeze(0).squeeze_(0) + 0, torch.complex(x, y).conj() * y
-
-
-def constants(x: torch.Tensor) -> torch.Tensor:
-    mask = torch.ones(4, 4).tril() * 3
-    hidden = torch.zeros(4, 4)
-    hidden += x
-    return x + mask.sum(0) + hidden + torch.arange(4, dtype=torch.float32)
-
-
-def buffers(x: torch.Tensor) -> torch.Tensor:
-    made = torch.empty(2, *x.shape)
-    made[0] = x.exp()
-    made[1] = x.sin()
-    shown = torch.empty_like(x)
-    shown.copy_(made.sum(0))
-    return shown
-
-
-CASES: dict[str, Callable[[], Case]] = {
-    "branches": lambda: (Branches().eval(), (torch.randn(3, 8),)),
-    "convolutions": lambda: (ConvNet().eval(), (torch.randn(2, 3, 8, 8),)),
-    "attention": lambda: (
-        nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True).train(False).requires_grad_(True),
-        (torch.randn(2, 5, 16),),
-    ),
-    "views": lambda: (views, (torch.randn(2, 3),)),
-    "constants": lambda: (constants, (torch.randn(4, 4),)),
-    "buffers": lambda: (buffers, (torch.randn(3, 5),)),
-    "two inputs": lambda: (lambda a, b: (a @ b, (a + 1, [b.half().float()])), (torch.randn(3, 3), torch.randn(3, 3))),
-}
+CASES = ("wide", "convolutions", "encoder_fast_path", "views", "constants", "slices_written", "out_arguments")
+"""Names of models whose outputs depend on their inputs alone."""
 
 
 @st.composite

@@ -69,17 +69,6 @@ class Server:
         made.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
         nbformat.write(made, self.folder / name)
 
-    def set_theme(self, name: str) -> None:
-        """The theme of JupyterLab and Notebook 7, from the next page on."""
-        body = json.dumps({"raw": json.dumps({"theme": name})}).encode()
-        request = urllib.request.Request(
-            f"{self.url}/lab/api/settings/@jupyterlab/apputils-extension:themes",
-            data=body,
-            method="PUT",
-            headers={"Authorization": f"token {self.token}", "Content-Type": "application/json"},
-        )
-        urllib.request.urlopen(request, timeout=20).close()
-
 
 @contextmanager
 def jupyter_server(root: Path) -> Iterator[Server]:
@@ -131,15 +120,15 @@ def jupyter_server(root: Path) -> Iterator[Server]:
             process.wait()
 
 
-def _wait(server: Server, process: subprocess.Popen[bytes], seconds: float = 60) -> None:
-    ends = time.monotonic() + seconds
+def _wait(server: Server, process: subprocess.Popen[bytes]) -> None:
+    ends = time.monotonic() + 60
     while time.monotonic() < ends and process.poll() is None:
         try:
             urllib.request.urlopen(f"{server.url}/api", timeout=2).close()
             return
         except (urllib.error.URLError, OSError):
             time.sleep(0.1)
-    raise RuntimeError(f"no Jupyter server after {seconds:g} s:\n{server.log.read_text()[-3000:]}")
+    raise RuntimeError(f"no Jupyter server after 60 s:\n{server.log.read_text()[-3000:]}")
 
 
 @dataclass

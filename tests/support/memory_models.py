@@ -39,11 +39,11 @@ def program_of(
 
 
 @st.composite
-def tensor_programs(draw: st.DrawFn, max_calls: int = 12) -> Program:
+def tensor_programs(draw: st.DrawFn) -> Program:
     """Calls that each make one or two storages (some empty) of what was made before, or write in place."""
     nbytes = [8]
     steps: list[tuple[list[int], list[int]]] = []
-    for _ in range(draw(st.integers(0, max_calls))):
+    for _ in range(draw(st.integers(0, 12))):
         reads = draw(st.lists(st.integers(max(0, len(nbytes) - 5), len(nbytes) - 1), max_size=3, unique=True))
         writes = list(range(len(nbytes), len(nbytes) + draw(st.sampled_from([1, 1, 1, 2]))))
         nbytes += [draw(st.sampled_from([0, 1, 2, 3, 5, 8, 13])) for _ in writes]

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from tests.support.modules import Attributes, Busy, Deep, Norms, Shared, Square, Wide, values
 
@@ -39,11 +37,6 @@ def wide() -> Made:
 
 
 @case
-def deep() -> Made:
-    return Deep(), (values(2, 8),), {}
-
-
-@case
 def convolutions() -> Made:
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2),
@@ -61,12 +54,6 @@ def channels_last() -> Made:
 @case
 def norms_training() -> Made:
     return Norms().train(), (values(4, 3, 6, 6),), {}
-
-
-@case
-def norms_instance() -> Made:
-    model = nn.Sequential(nn.InstanceNorm2d(3, track_running_stats=True), nn.GroupNorm(1, 3), nn.LayerNorm((4, 4)))
-    return model.train(), (values(2, 3, 4, 4),), {}
 
 
 @case
@@ -249,45 +236,9 @@ def lstm() -> Made:
 
 
 @case
-def gru() -> Made:
-    return nn.GRU(4, 5), (values(3, 2, 4), values(1, 2, 5)), {}
-
-
-@case
-def lstm_cell() -> Made:
-    cell = nn.LSTMCell(4, 5)
-
-    def forward(x: torch.Tensor) -> list[torch.Tensor]:
-        h = c = torch.zeros(2, 5)
-        outputs = []
-        for step in x:
-            h, c = cell(step, (h, c))
-            outputs.append(h)
-        return outputs
-
-    return forward, (values(3, 2, 4),), {}
-
-
-@case
 def encoder_fast_path() -> Made:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), (values(2, 5, 8),), {}
-
-
-@case
-def encoder_training() -> Made:
-    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
-    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(), (values(5, 2, 8),), {}
-
-
-@case
-def attention_same() -> Made:
-    attention = nn.MultiheadAttention(8, 2, batch_first=True)
-
-    def forward(x: torch.Tensor) -> Any:
-        return attention(x, x, x)
-
-    return forward, (values(2, 3, 8),), {}
 
 
 @case
@@ -296,19 +247,6 @@ def attention_masked() -> Made:
     mask = torch.zeros(2, 3, dtype=torch.bool)
     mask[1, 2] = True
     return model.train(), (values(2, 3, 8), values(2, 3, 8), values(2, 3, 8)), {"key_padding_mask": mask}
-
-
-@case
-def sdpa() -> Made:
-    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    return forward, (values(1, 2, 4, 8), values(1, 2, 4, 8), values(1, 2, 4, 8)), {}
-
-
-@case
-def embedding_bag() -> Made:
-    return nn.EmbeddingBag(9, 4, mode="mean"), (torch.randint(0, 9, (6,)), torch.tensor([0, 2, 5])), {}
 
 
 @case
@@ -339,15 +277,6 @@ def negative_bit() -> Made:
 
 
 @case
-def integers() -> Made:
-    def forward(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        values, indices = x.topk(2)
-        return (x // 3) * 2 ^ 5, x.argmax(), values, indices, x.sort().values, (x > 2).sum(), x.roll(1)
-
-    return forward, (torch.randint(0, 50, (6,)),), {}
-
-
-@case
 def autocast() -> Made:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
 
@@ -357,11 +286,6 @@ def autocast() -> Made:
         return y.float() + x
 
     return forward, (values(2, 8),), {}
-
-
-@case
-def half_precision() -> Made:
-    return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)).half(), (values(2, 8).half(),), {}
 
 
 @case
@@ -378,12 +302,6 @@ def custom_operators() -> Made:
 @case
 def custom_function() -> Made:
     return (lambda x: Square.apply(x) + Square.apply(x + 1)), (values(3),), {}
-
-
-@case
-def checkpointed() -> Made:
-    inner = Deep()
-    return (lambda x: checkpoint(inner, x, use_reentrant=False) * 2), (values(2, 8),), {}
 
 
 @case
@@ -420,39 +338,14 @@ def foreach() -> Made:
 
 
 @case
-def linear_algebra() -> Made:
-    def forward(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        y = x @ x.mT + torch.eye(3)
-        return torch.linalg.cholesky(y), torch.linalg.solve(y, x), torch.einsum("ij,jk->ik", x, y), torch.linalg.norm(x)
-
-    return forward, (values(3, 3),), {}
-
-
-@case
-def weight_norm() -> Made:
-    return nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), (values(2, 4),), {}
-
-
-@case
 def spectral_norm() -> Made:
     return nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)).train(), (values(2, 4),), {}
-
-
-@case
-def upsampling() -> Made:
-    model = nn.Sequential(nn.Upsample(scale_factor=2, mode="bilinear"), nn.ConvTranspose2d(2, 3, 3), nn.PixelShuffle(1))
-    return model, (values(1, 2, 4, 4),), {}
 
 
 @case
 def overlapping_inputs() -> Made:
     base = values(6)
     return (lambda x, y: x * 2 + y), (base[:4], base[2:]), {}
-
-
-@case
-def strided_inputs() -> Made:
-    return (lambda x, y: x.view(12) + y.reshape(-1)), (values(3, 4), values(4, 3).t()), {}
 
 
 @case

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,24 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-
-class Residual(nn.Module):
-    """Two convolutions with BatchNorms beside the identity."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.first, self.second = (nn.Conv2d(width, width, 3, padding=1) for _ in range(2))
-        self.norm1, self.norm2 = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(self.norm2(self.second(torch.relu(self.norm1(self.first(x))))) + x)
-
-
-def convolutions() -> nn.Module:
-    """Return a net in which biases in front of BatchNorm have gradients that are zero in exact arithmetic."""
-    body = (nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True), nn.MaxPool2d(2))
-    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
-    return nn.Sequential(*body, Residual(16), Residual(16), *head)
+from tests.support.training_problems import Residual
 
 
 class Transformer(nn.Module):
@@ -69,11 +53,11 @@ class Step(nn.Module):
 
 
 class Convolutions:
-    """A convolutional net; its other kernels are those of channels last."""
+    """A convolution's bias in front of a BatchNorm has no gradient; its other kernels are those of channels last."""
 
-    make = staticmethod(convolutions)
-    zero = ("0.bias", "first.bias", "second.bias")
-    small, last = "1.weight", "8.weight"
+    make = partial(Residual, 16)
+    zero = ("first.bias",)
+    small, last = "norm1.weight", "head.weight"
 
     @staticmethod
     def case() -> list[torch.Tensor]:

@@ -59,9 +59,9 @@ def gradients_of(these: Sequence[torch.Tensor], step: int) -> list[torch.Tensor]
     return [(m * (torch.rand(m.shape, generator=generator) > 0.2)).to(p) for m, p in zip(made, these, strict=True)]
 
 
-def in_two_groups(these: Sequence[torch.Tensor], second: float = 0.03) -> list[dict[str, Any]]:
+def in_two_groups(these: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
     """Parameter groups, the second with a learning rate of its own."""
-    return [{"params": list(these[:2])}, {"params": list(these[2:]), "lr": second}]
+    return [{"params": list(these[:2])}, {"params": list(these[2:]), "lr": 0.03}]
 
 
 def twins(kind: Kind, options: dict[str, Any], **kwargs: Any) -> tuple[optim.Optimizer, optim.Optimizer]:
@@ -115,18 +115,14 @@ class Replayed:
 
     Args:
         captured: whose update.
-        present: which parameters get gradients; None: all.
         update: more arguments of ``update``.
     """
 
-    def __init__(self, captured: CapturedOptimizer, present: Sequence[bool] | None = None, **update: Any) -> None:
+    def __init__(self, captured: CapturedOptimizer, **update: Any) -> None:
         self.captured = captured
         self.replays = 0
-        here = present or [True] * len(captured.parameters)
-        self.positions = {at for at, there in enumerate(here) if there}
-        self.buffers = [
-            torch.zeros_like(p) if there else None for p, there in zip(captured.parameters, here, strict=True)
-        ]
+        self.positions = set(range(len(captured.parameters)))
+        self.buffers = [torch.zeros_like(parameter) for parameter in captured.parameters]
         written = [*captured.parameters, *(tensor for _, _, tensor in captured.named_state())]
         before = [tensor.detach().clone() for tensor in written]
         self.tape = Tape()
@@ -136,7 +132,7 @@ class Replayed:
             for tensor, value in zip(written, before, strict=True):
                 tensor.copy_(value)
 
-    def step(self, gradients: Sequence[torch.Tensor | None]) -> None:
+    def step(self, gradients: Sequence[torch.Tensor]) -> None:
         """Replay; where there is no state yet, let eager make it."""
         self.captured.sync()
         if self.captured.fresh_for(self.positions):
@@ -144,9 +140,7 @@ class Replayed:
             return
         self.replays += 1
         for buffer, gradient in zip(self.buffers, gradients, strict=True):
-            if buffer is not None:
-                assert gradient is not None
-                buffer.copy_(gradient)
+            buffer.copy_(gradient)
         self.tape.replay()
 
 

@@ -198,17 +198,15 @@ SIMPLE: dict[str, Callable[[torch.Tensor, torch.Tensor, int], Any]] = {
 """What an instruction does with one tensor, another of its shape, and a number."""
 
 
-def _instructions(names: Sequence[str]) -> st.SearchStrategy[Code]:
+def _instructions() -> st.SearchStrategy[Code]:
     numbers = st.integers(0, 20)
-    return st.lists(st.tuples(st.sampled_from(names), numbers, numbers, numbers), min_size=1, max_size=9)
+    return st.lists(st.tuples(st.sampled_from(IMAGE_OPS), numbers, numbers, numbers), min_size=1, max_size=9)
 
 
 @st.composite
-def drawn_models(
-    draw: st.DrawFn, names: Sequence[str] = IMAGE_OPS, dtype: torch.dtype = torch.float64
-) -> tuple[Drawn, tuple[torch.Tensor, ...]]:
+def drawn_models(draw: st.DrawFn, dtype: torch.dtype = torch.float64) -> tuple[Drawn, tuple[torch.Tensor, ...]]:
     """Draw a random model and its inputs."""
-    code = draw(_instructions(names))
+    code = draw(_instructions())
     outputs = draw(st.lists(st.integers(0, 12), max_size=3))
     training, batch, size = draw(st.booleans()), draw(st.integers(1, 2)), draw(st.sampled_from([1, 4, 5]))
     torch.manual_seed(0)

@@ -343,9 +343,9 @@ def training_report(calls: int = 60, *, width: int = 4, device: str = "cuda") ->
     )
 
 
-def eager_optimizer_report(device: str = "cuda") -> Report:
+def eager_optimizer_report() -> Report:
     """``training_report`` whose optimizer's two calls eager did not make: one row for both."""
-    report = training_report(device=device)
+    report = training_report()
     assert report.overhead is not None
     *rows, first, second = report.overhead.calls
     both = replace(first, **{part: getattr(first, part) + getattr(second, part) for part in (*_PARTS, "tail_ns")})

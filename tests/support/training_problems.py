@@ -71,8 +71,9 @@ class Residual(nn.Module):
 class Inverted(nn.Module):
     """Depthwise convolutions between pointwise ones, as in MobileNetV2."""
 
-    def __init__(self, channels: int = 8) -> None:
+    def __init__(self) -> None:
         super().__init__()
+        channels = 8
         self.stem = nn.Sequential(nn.Conv2d(3, channels, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(channels))
         wide = 4 * channels
         self.blocks = nn.ModuleList(

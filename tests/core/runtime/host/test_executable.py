@@ -17,13 +17,13 @@ from tests.support.host_models import (
     eager,
     same,
 )
+from tests.support.models import make
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("streams", [1, 2, None])
 def test_replays_equal_eager_bit_for_bit_on_fresh_inputs(name: str, streams: int | None) -> None:
-    torch.manual_seed(0)
-    model, args = CASES[name]()
+    model, args, _ = make(name)
     made = Prepared(model, *args)
     executable = made.wide(streams)
     kept = []
