@@ -80,7 +80,7 @@ def page(report: ReportData, pane: str = "summary") -> str:
 
 
 def fragment(report: ReportData, pane: str = "summary") -> str:
-    """Return the page for a notebook: a sandboxed frame, with the report as text below it.
+    """Return the page for a notebook: a sandboxed frame, with its verdict, speed and equality as text below it.
 
     The frame runs scripts in an origin of its own: it reaches neither the notebook's page nor the network. The page in
     it is packed, a fifth of its size, and follows the theme of the notebook's page.
@@ -90,8 +90,8 @@ def fragment(report: ReportData, pane: str = "summary") -> str:
     return (
         f'<iframe title="{title}" sandbox="allow-scripts" srcdoc="{_attribute(_INSIDE.substitute(packed=packed))}" '
         'style="width:100%;height:720px;border:1px solid rgba(128,128,128,.35);border-radius:8px" loading="lazy">'
-        "</iframe><details open><summary>Report as text</summary>"
-        f"<pre>{html.escape(plain_text(report, _WIDTH))}</pre></details>{_OUTSIDE}"
+        "</iframe><details open><summary>Summary as text</summary>"
+        f"<pre>{html.escape(_first_sections(report))}</pre></details>{_OUTSIDE}"
     )
 
 
@@ -114,6 +114,11 @@ def embed_json(value: Any) -> str:
     for character in "<\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
+
+
+def _first_sections(report: ReportData) -> str:
+    """Write the first three sections of the report's text: what a reader without scripts needs first."""
+    return "\n\n".join(plain_text(report, _WIDTH).split("\n\n")[:3])
 
 
 def _asset(name: str) -> str:

@@ -127,7 +127,7 @@ def click_a_node_see_its_bar(area: Any) -> None:
 def test_the_value_of_the_magic_is_a_linked_view(lab: Notebook, compared: Any) -> None:
     """Whatever was measured: on a busy machine one stream may be as fast as several, and be chosen."""
     shown = compared.frame_locator("iframe").locator(".nv-verdict").inner_text()
-    assert not compared.locator("pre:visible", has_text="Sum of isolated calls").count()
+    assert not compared.locator("pre:visible", has_text="Equality with eager").count()
     click_a_node_see_its_bar(compared)
     assert "eager" in shown
     assert shown == lab.run(NAMES.index("verdict")).inner_text().strip()
@@ -250,9 +250,9 @@ def test_an_untrusted_notebook_shows_text(browser: Any, server: Server, saved: d
         for name in ("compare", "board"):
             cell = notebook.cell(NAMES.index(name))
             cell.scroll_into_view_if_needed()
-            words = cell.locator("pre:visible", has_text="Sum of isolated calls")
+            words = cell.locator("pre:visible", has_text="Equality with eager")
             words.wait_for()
-            assert "nimble replay" in words.inner_text()
+            assert "nimble replay" in words.text_content()
             assert cell.locator("script").count() == 0
         assert notebook.troubles == []
 

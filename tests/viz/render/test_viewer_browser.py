@@ -887,7 +887,7 @@ def test_the_frame_of_a_notebook_works_in_its_sandbox(opened):
     frame.locator("#nv-tab-dag").click()
     assert frame.locator("#nv-pane-dag canvas[role=img]").is_visible()
     assert shown.troubles == []
-    assert shown.page.inner_text("summary") == "Report as text"
+    assert shown.page.inner_text("summary") == "Summary as text"
 
 
 @pytest.mark.slow
