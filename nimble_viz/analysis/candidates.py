@@ -88,7 +88,6 @@ def _row(report: ReportData, one: Candidate, single: Candidate | None) -> dict[s
 
 
 def _over_eager(report: ReportData, one: Candidate) -> Ratio | None:
-    """Compare with eager, in the same rounds where the comparison measured both."""
     eager = report.measurement("eager")
     if report.measurement(one.name) or not (one.measurement and eager):
         return report.ratio(one.name)
@@ -96,10 +95,7 @@ def _over_eager(report: ReportData, one: Candidate) -> Ratio | None:
 
 
 def _pays(over: Ratio | None, cost_s: float, baseline: Measurement | None) -> str:
-    """Say when a plan breaks even: ``"after 1,234 calls"``, ``"at once"``, ``"never"``, ``"undecided"``.
-
-    Empty where either was not measured.
-    """
+    """Say when a plan breaks even: ``"after 1,234 calls"``, ``"never"``, …; empty where either was not measured."""
     if over is None or baseline is None:
         return ""
     if over.verdict != "faster":

@@ -120,10 +120,7 @@ def gaps(graph: CallGraph, plan: Schedule, line: Timeline) -> list[Gap]:
 
 
 def replay_gaps(report: ReportData, line: Timeline) -> list[Gap]:
-    """Return ``gaps`` of one of the report's timelines.
-
-    None of an eager run, or where kernels are missing.
-    """
+    """Return ``gaps`` of a timeline; none of an eager run, or where kernels are missing."""
     plan = report.schedule(line.run)
     return gaps(report.graph, plan, line) if plan is not None and line.reliable else []
 

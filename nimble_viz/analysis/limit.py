@@ -79,10 +79,7 @@ def distance_doubt(report: ReportData, run: str) -> float:
 
 
 def limit(report: ReportData, run: str) -> dict[str, Any] | None:
-    """Return the limit of ``run``, its distance, and if that is large, why; None if unknown.
-
-    ``parts``: what the time above the limit is due to, largest first, as far as the replay was watched.
-    """
+    """Return the limit of ``run``, its distance and, if that is large, what it is due to; None if unknown."""
     far, plan, taken = distance(report, run), report.schedule(run), report.measurement(run)
     if far is None or plan is None or taken is None:
         return None
@@ -182,9 +179,7 @@ def _ends(line: Timeline) -> dict[int, float]:
 
 
 def _parts(found: Breakdown, bound: float, above: float, longer: str) -> list[tuple[str, float]]:
-    """Split the time ``above`` the limit, largest part first.
-
-    ``longer`` names what makes calls take longer.
+    """Split the time ``above`` the limit, largest part first; ``longer`` names what makes calls take longer.
 
     Where resources bind, the chain's isolated time is below the limit: so much contention no schedule can avoid.
     """

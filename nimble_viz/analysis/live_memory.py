@@ -176,10 +176,7 @@ def _run(
 
 
 def _holder(program: Program, order: Sequence[int], storage: int, span: tuple[int, int], peak: int) -> dict[str, Any]:
-    """Describe a result that is alive at the peak.
-
-    ``span``: positions of the first and the last call to touch it.
-    """
+    """Describe a result that is alive at the peak; ``span``: positions of the first and the last call to touch it."""
     first, last = span
     nbytes = program.storages[storage].nbytes
     maker, user = program.calls[order[first]], program.calls[order[last]]

@@ -32,17 +32,7 @@ _OWN = "(calls of its own)"
 
 @dataclass(slots=True)
 class ModuleRow:
-    """A module of ``module_tree`` with everything in it.
-
-    Args:
-        path: of the module; ``"(the model itself)"`` and ``"(the optimizer)"`` hold calls of no module.
-        name: of the module in the one around it.
-        depth: modules around it.
-        eager: the eager calls in it.
-        sums: ns of these, by name: those of ``grouped``.
-        inside: the modules in it; where there are any, its own calls are the last of them.
-        own: whether these are the calls of ``path`` itself, without the modules in it.
-    """
+    """A module of ``module_tree`` with everything in it, ``sums`` in ns; ``own``: the calls of ``path`` alone."""
 
     path: str
     name: str
@@ -184,10 +174,7 @@ def module_tree(report: ReportData, order: str = "overhead") -> list[ModuleRow]:
 
 
 def _home(call: Call) -> str:
-    """Return the module of a call.
-
-    The optimizer's calls have none, as they update parameters of many modules.
-    """
+    """Return the module of a call; the optimizer's calls have none, as they update parameters of many modules."""
     return _OPTIMIZER if call.phase == "optimizer" else call.module or _HOMELESS
 
 

@@ -13,11 +13,7 @@ __all__ = ["best_peers", "peers", "unshown"]
 
 
 def peers(report: ReportData, ours: str) -> list[dict[str, Any]]:
-    """Describe each peer: the fastest first, then those whose outputs differ, then absent ones.
-
-    ``outcome`` says how the run ``ours`` compares, ``"ours is 1.80x faster than it (1.76x to 1.85x)"``, else why there
-    is no time, or why it does not count.
-    """
+    """Describe each peer: the fastest first, then those whose outputs differ, then absent ones."""
     return sorted((_row(report, peer, ours) for peer in report.peers), key=lambda row: (row["rank"], row["median_ns"]))
 
 

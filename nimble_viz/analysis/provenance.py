@@ -30,10 +30,7 @@ def became(report: ReportData) -> tuple[tuple[int, ...], ...]:
 
 
 def module_of(call: Call) -> str:
-    """Find the innermost module that holds what the call stands for.
-
-    Empty for the model itself, or if unknown.
-    """
+    """Find the innermost module that holds what the call stands for; empty for the model itself, or if unknown."""
     return common_module([origin.module for origin in call.origins])
 
 

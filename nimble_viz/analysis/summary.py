@@ -120,10 +120,7 @@ def _reason(report: ReportData, over: Ratio) -> str:
 
 
 def summary(report: ReportData) -> dict[str, Any]:
-    """Return the tables of the summary: speed, peers, limit, advice, checks, candidates, plans, ….
-
-    Numbers that are shown as they are come as text; times that are drawn come in nanoseconds too.
-    """
+    """Return the tables of the summary; what is shown is text, times that are drawn come in nanoseconds too."""
     best, head = best_run(report), headline(report)
     return {
         "model": report.model,

@@ -87,10 +87,7 @@ def _span_columns(report: ReportData, line: Timeline, order: Sequence[int]) -> d
 
 
 def axis_note(report: ReportData) -> str:
-    """Say what may be compared along the axis: which clocks timed the runs, and what is simulated.
-
-    Empty where there is no timeline.
-    """
+    """Say what may be compared along the axis: clocks, and what is simulated; empty without a timeline."""
     measured = [line for line in report.timelines if line.source == "measured"]
     if not report.timelines:
         return ""
@@ -176,10 +173,7 @@ def _marks(report: ReportData, line: Timeline) -> list[str]:
 
 
 def _distortion_words(report: ReportData, line: Timeline) -> str:
-    """Say how the profiled run's length differs, and whether the calls as drawn do.
-
-    Empty if not distorted.
-    """
+    """Say how the profiled run's length differs, and whether the calls as drawn do; empty if not distorted."""
     if not distorted(report, line):
         return ""
     factor = about(format_ratio(distortion(line)), doubt_of(report.measurement(line.run)))
@@ -224,10 +218,7 @@ def _lost(report: ReportData, line: Timeline, found: list[Gap]) -> list[dict[str
 
 
 def _gap_columns(found: list[Gap], spans: list[Span]) -> dict[str, list[int]]:
-    """Return gaps before calls as columns; one lasts from the end of what ran before ``span`` on its lane.
-
-    Of that, ``launch`` and ``wait`` are known by themselves; what is left: nothing was ready.
-    """
+    """Return gaps before calls as columns; what is neither ``launch`` nor ``wait`` of one: nothing was ready."""
     place = {(span.lane, span.start_ns, span.call): at for at, span in reversed(list(enumerate(spans)))}
     shown = [gap for gap in found if gap.call is not None]
     return {

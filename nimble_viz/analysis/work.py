@@ -58,10 +58,7 @@ def call_bytes(call: Call) -> tuple[int, int]:
 
 
 def launches(report: ReportData) -> list[Launch | None]:
-    """Return how each of ``report.costs.kernels`` fills the GPU.
-
-    None for copies, and where it is not known.
-    """
+    """Return how each of ``report.costs.kernels`` fills the GPU; None for copies, and where it is not known."""
     held = report.work.processors if report.work else None
     return [launch_of(kernel, held) if held else None for kernel in report.costs.kernels]
 

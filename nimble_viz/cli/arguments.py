@@ -1,8 +1,4 @@
-"""Parse the arguments of ``%nimble`` and ``%%nimble``, made from the API's own declarations.
-
-Flags are the fields of ``Options`` and ``Counts`` and the keywords of ``compare``, with their defaults and docstrings.
-An argument ends at a space outside of brackets and quotes, so that Python needs no quotes around it.
-"""
+"""Parse the arguments of ``%nimble`` and ``%%nimble``, made from the API's own declarations."""
 
 from __future__ import annotations
 

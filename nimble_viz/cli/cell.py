@@ -119,10 +119,7 @@ class ModuleCall:
 
 
 class Calls:
-    """Notes the first call of a module that is written in a cell, and whether there are more.
-
-    No hooks: prepared and compiled models would notice them.
-    """
+    """Notes the first call of a module in a cell, and if there are more; models would notice hooks."""
 
     def __init__(self) -> None:
         self.first: ModuleCall | None = None

@@ -274,10 +274,7 @@ def _print(content: Report | Difference | Gate | Diagnosis) -> None:
 
 
 def _say(content: str) -> None:
-    """Write to standard output and flush it: an error at exit could not be handled.
-
-    A reader that has had enough (head, less) is no error, and the exit code stays what was found out.
-    """
+    """Write to standard output and flush it; a reader that has had enough (head, less) is no error."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show µ shows ?
     try:

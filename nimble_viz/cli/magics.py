@@ -1,8 +1,4 @@
-"""``%load_ext nimble_viz``: ``%nimble MODEL INPUT`` compares a model, ``%%nimble`` profiles a cell.
-
-The magics read their arguments, call what the API has, and give back its report. Errors are shown as one message, those
-of the user's code with the user's own frames.
-"""
+"""``%load_ext nimble_viz``: ``%nimble MODEL INPUT`` compares a model, ``%%nimble`` profiles a cell."""
 
 from __future__ import annotations
 
@@ -247,13 +243,7 @@ class _Magic:
 
 @contextmanager
 def _presented(shell: InteractiveShell, *, whole: bool = False, by_user: bool = False) -> Iterator[None]:
-    """Show errors that pass through without our own frames, and our own errors as their message alone.
-
-    Args:
-        shell: draws them.
-        whole: leave them as they are.
-        by_user: the user's code runs inside, where an error of ours has a traceback too.
-    """
+    """Show errors without our frames, ours as their message unless ``by_user``: the user's code runs inside."""
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:

@@ -224,13 +224,7 @@ Way = Literal["capture ranges", "graph node ids"]
 class Expected:
     """What a replay of a plan runs, as far as a report knows it.
 
-    Args:
-        schedule: the plan.
-        capture: name of the NVTX range around its capture.
-        replay: name of the NVTX range around each replay.
-        calls: name of the NVTX range of each call, by index.
-        kernels: ``(kind, name, call)`` of each node whose kernel is known; names are short, as in a timeline.
-        places: position in ``kernels`` by place in the graph; empty if unknown.
+    Nodes whose kernel is known are ``(kind, short name, call)``; ``places`` are positions in them by place in it.
     """
 
     schedule: Schedule

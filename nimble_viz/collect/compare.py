@@ -1,9 +1,4 @@
-"""``compare``: from a model and its inputs to a Report.
-
-Eager, one-stream replay and multi-stream replay are measured in turn on the same inputs. The plans are checked against
-eager on fresh ones, the eager run is profiled, and the replays are watched kernel by kernel. A training step goes the
-same way, as one module of inputs and targets.
-"""
+"""``compare``: from a model and its inputs to a Report; a training step is one module of inputs and targets."""
 
 from __future__ import annotations
 

@@ -103,10 +103,7 @@ class Findings:
         )
 
     def _chosen(self) -> str:
-        """Return what preparation chose; if another is decidedly faster here, the simplest of the best.
-
-        Only plans with right outputs count.
-        """
+        """Return what preparation chose; if another right plan is decidedly faster here, the simplest of the best."""
         differ = {check.name for check in self.checks if check.differs}
         right = {
             name: taken for name, taken in self.measurements.items() if name in self.schedules and name not in differ

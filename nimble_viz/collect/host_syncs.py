@@ -78,10 +78,7 @@ def _waits(trace: Trace, forest: Forest) -> Iterator[tuple[int, int, str]]:
 
 
 def _reads_on_gpu(trace: Trace, forest: Forest) -> Iterator[tuple[int, int, int, str]]:
-    """Yield ``(start, end, time waited, kind)`` of operators in which the host waited.
-
-    What is read may lie on the host, as the step of Adam does: then nothing waits.
-    """
+    """Yield ``(start, end, waited, kind)`` of operators in which the host waited: not where the value was there."""
     waited = [(event.start_ns, event.end_ns) for event in _runtime_waits(trace)]
     for start, end, kind in _outermost(forest, (PRINT, *_HOST_READS, *_DATA_DEPENDENT)):
         lasted = _lengths_within(waited, start, end)

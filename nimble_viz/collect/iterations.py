@@ -46,13 +46,7 @@ _TRIVIAL = ("aten::as_strided", "aten::view", "aten::transpose", "aten::expand",
 
 @dataclass(frozen=True, slots=True)
 class Iterations:
-    """How the iterations of a recording were found.
-
-    Args:
-        what: what one is, in words.
-        windows: ``(start, end)`` of each, nanoseconds, in order.
-        chosen: which one is shown.
-    """
+    """How the iterations of a recording were found: in words, their ``(start, end)`` in ns, and which is shown."""
 
     what: str
     windows: tuple[tuple[int, int], ...]

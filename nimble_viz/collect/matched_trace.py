@@ -56,14 +56,9 @@ class Forest:
 
 @dataclass(frozen=True, slots=True)
 class MatchedTrace:
-    """A profiled iteration, and which of its operators are calls.
+    """An iteration, and its operators that are calls: ``matches`` are ``(call, place in the forest)``, increasing.
 
-    Args:
-        program: the calls.
-        trace: the iteration.
-        forest: its operators, nested.
-        matches: ``(call, position in the forest)``, both increasing.
-        cuts: end of each matched call's host time: that of the outermost operator around it that holds no later call.
+    ``cuts`` end each one's host time: with the outermost operator around it that holds no later call.
     """
 
     program: Program

@@ -145,10 +145,7 @@ def close(run: Run | None) -> None:
 
 
 def twin_of(model: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy the modules around the same memory, so that marks left on modules and tensors go with the copy.
-
-    A function is returned as it is.
-    """
+    """Copy modules (no function) around the same memory, so that marks left on them and tensors go with the copy."""
     if not isinstance(model, torch.nn.Module):
         return model
     memo: dict[int, Any] = {}
@@ -268,13 +265,7 @@ class _Compile:
 
 
 class _Compiled:
-    """A model compiled by Inductor under code of its own, which can be forgotten alone.
-
-    Args:
-        model: what to compile.
-        options: Inductor's.
-        use: runs it as it will be run, which compiles it.
-    """
+    """A model compiled by Inductor under code of its own, which can be forgotten alone; ``use`` compiles it."""
 
     def __init__(self, model: Callable[..., Any], options: dict[str, Any], use: Callable[[Run], object]) -> None:
         input_codes, counters = INPUT_CODES.require(), COUNTERS.require()

@@ -1,7 +1,4 @@
-"""``plan``: the operator graph, streams and synchronisations of a model, without running a kernel.
-
-The model sees fake tensors on a target device that need not be there. The Report has no measurements.
-"""
+"""``plan``: the operator graph, streams and synchronisations of a model, on fake tensors: no kernel runs."""
 
 from __future__ import annotations
 

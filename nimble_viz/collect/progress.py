@@ -1,8 +1,4 @@
-"""Progress: tell the user what is being done, and keep how long each step took.
-
-``compare`` calls ``step`` and ``advance``; the seconds of the steps become the report's preparation table. The base
-class shows nothing. The clock is injected.
-"""
+"""Progress: tell the user what is being done, and keep how long each step took."""
 
 from __future__ import annotations
 
@@ -35,11 +31,7 @@ class Step:
 
 
 class Progress:
-    """Times steps and shows nothing, for tests, logs and pipes; a context manager.
-
-    Args:
-        clock: seconds, from any origin.
-    """
+    """Times steps and shows nothing, for tests, logs and pipes; a context manager. ``clock`` returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -92,12 +84,7 @@ class Progress:
 
 
 class TerminalProgress(Progress):
-    """One line on the terminal that goes away when all is done.
-
-    Args:
-        console: where to draw; standard error if None.
-        clock: seconds, from any origin.
-    """
+    """One line on the terminal (``console``, or standard error) that goes away when all is done."""
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         from rich.console import Console
@@ -133,9 +120,6 @@ class NotebookProgress(Progress):
     """One line of a notebook cell's output, rewritten in place; at the end nothing of it is shown or kept.
 
     Plain HTML by the notebook's own display protocol: a widget would stay behind in the saved notebook.
-
-    Args:
-        clock: seconds, from any origin.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -50,11 +50,7 @@ class EagerRuns:
 
     @contextmanager
     def kept(self, watched: int = 2) -> Iterator[None]:
-        """Leave attributes, tensors and random state as they were, whatever runs inside, eager or replayed.
-
-        Args:
-            watched: how many eager runs are watched first; 0 if none follow.
-        """
+        """Leave what runs inside change as it was; ``watched`` eager runs tell before what that is."""
         assert self.recorded is not None
         with preserved(self.model, draws=()) as self._guard, state_kept(self.recorded):
             # Timed runs are not watched: what they write, in whichever branch, has to be known before.

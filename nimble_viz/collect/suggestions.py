@@ -30,10 +30,7 @@ def nearest(name: str, known: Iterable[str], most: int = 1, least: float = 0.6) 
 
 
 def refuse_unknown(function: Callable[..., Any], unknown: Mapping[str, object]) -> None:
-    """Raise InputError for the first of these keywords, with what to write instead.
-
-    It may be misspelt, a field of ``Options``, or an input of the model. ``function`` has ``kwargs`` and ``options``.
-    """
+    """Raise InputError for the first keyword: misspelt, a field of ``Options`` or an input of the model."""
     for name in unknown:
         known = (one.name for one in inspect.signature(function).parameters.values() if one.kind is one.KEYWORD_ONLY)
         near = nearest(name, known)

@@ -29,11 +29,7 @@ __all__ = ["DispatchOrigins", "LoopHooks"]
 
 
 class DispatchOrigins:
-    """Watches from ``begin`` to ``end``, which different functions of the watched code may call.
-
-    Attributes:
-        seen: an origin for each operator, in order.
-    """
+    """Watches from ``begin`` to ``end``; ``seen`` holds an origin for each operator, in order."""
 
     def __init__(self) -> None:
         self.seen: list[Origin] = []

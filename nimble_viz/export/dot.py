@@ -1,8 +1,4 @@
-"""The DAG as Graphviz source, for papers and other tools; drawn where the ``dot`` program is.
-
-Modules are nested clusters, calls are coloured by stream and say its number, edges are those of the minimum equivalent
-graph. Waits between streams are dashed, what follows from other edges is dotted, the critical path is bold.
-"""
+"""The DAG as Graphviz source, for papers and other tools; drawn where the ``dot`` program is."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The Trace: a Report's timelines as the tracks, slices and flows that trace viewers draw.
-
-``make_trace`` decides everything (which row, which arguments, whole nanoseconds); a writer only spells it.
-"""
+"""A Report's timelines as the tracks, slices and flows that trace viewers draw; writers only spell them."""
 
 from __future__ import annotations
 
@@ -35,14 +32,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """One row of a process. Two slices on it are apart or one holds the other.
-
-    Args:
-        process: index into ``Trace.processes``.
-        name: unique in its process.
-        lane: of the timeline; None for the rows of the whole run (``whole``) and of a step's phases.
-        whole: whether it is the first row, that of the whole run.
-    """
+    """One row of a process; two slices on it are apart or one holds the other. ``whole``: that of the whole run."""
 
     process: int
     name: str
@@ -52,16 +42,7 @@ class Track:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Something that took time.
-
-    Args:
-        track: index into ``Trace.tracks``.
-        start_ns: whole nanoseconds since the run began, 0 or more.
-        end_ns: likewise, never before ``start_ns``.
-        name: kernel or operator.
-        category: phase of the step, ``"host"`` for what is unattributed, ``"run"`` for the whole run.
-        arguments: what a click on it shows.
-    """
+    """Something that took time, in whole ns since the run began; ``category``: phase, ``"host"`` or ``"run"``."""
 
     track: int
     start_ns: int
@@ -73,10 +54,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """An arrow between two ``Trace.slices`` of one process: a wait between streams, or a launch from host to device.
-
-    The target starts after the source does.
-    """
+    """A wait between streams, or a launch from host to device: slices of one process, the target starts later."""
 
     source: int
     target: int

@@ -81,10 +81,7 @@ def pane_text(report: ReportData, pane: str, width: int | None = None) -> str:
 
 
 def report_text(report: ReportData) -> RenderableType:
-    """Return all of ``report`` for a rich console: verdict, speed, plans, limits, overhead, memory, ….
-
-    Sections without anything to say are left out.
-    """
+    """Return all of ``report`` for a rich console; sections without anything to say are left out."""
     from rich.console import Group
 
     tables = summary(report)

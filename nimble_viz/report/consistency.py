@@ -1,7 +1,4 @@
-"""Check what a report's types cannot say, so that every view of a report can be drawn.
-
-Numbers are bounded, indices are within range, and lists that belong together have one length.
-"""
+"""Check what a report's types cannot say, so that every view of a report can be drawn."""
 
 from __future__ import annotations
 
@@ -86,11 +83,7 @@ def check_report(report: ReportData) -> ReportData:
 
 
 def _out_of_range(value: Any, signed: bool = False) -> tuple[str, float] | None:
-    """Find the first number in ``value`` that is negative (unless ``signed``) or beyond ``MAX_NUMBER``.
-
-    Returns:
-        Its place within ``value`` and the number itself; None if all are in range.
-    """
+    """Find the first number that is negative (unless ``signed``) or beyond ``MAX_NUMBER``: its place and itself."""
     if isinstance(value, int | float):
         return None if (-MAX_NUMBER if signed else 0) <= value <= MAX_NUMBER else ("", value)
     if isinstance(value, tuple):

@@ -1,7 +1,4 @@
-"""Report files: ``.nimble`` is gzip over typed JSON. Reading one needs no torch and no GPU, and runs no code from it.
-
-The format is described in ``docs/report-format.md``.
-"""
+"""Report files, ``docs/report-format.md``: gzip over typed JSON. Reading needs no torch and runs no code from it."""
 
 from __future__ import annotations
 

@@ -250,10 +250,7 @@ _Slice = tuple[int, tuple[OperatorEvent, ...], tuple[RuntimeEvent, ...], tuple[D
 
 
 def _sorted_out(events: Iterable[RawEvent]) -> tuple[list[RawEvent], list[RawEvent], list[RawEvent]]:
-    """Split events into host, device and annotations.
-
-    Drop bookkeeping and the device's echoes of annotations.
-    """
+    """Split events into host, device and annotations, without bookkeeping and the device's echoes of annotations."""
     listed = [event for event in events if event.name not in _BOOKKEEPING]
     marks = [event for event in listed if event.annotation and not event.on_device]
     names = {event.name for event in marks}

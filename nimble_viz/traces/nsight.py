@@ -262,9 +262,7 @@ class _Reader:
         return self._texts.get(key, "") if isinstance(key, int) else ""
 
     def _rows(self, table: str, needed: Sequence[str], more: Sequence[str] = ()) -> Iterator[tuple[Any, ...]]:
-        """Yield rows of ``table``.
-
-        None for a column of ``more`` that this version does not write; none without it.
+        """Yield rows of ``table``, None for a column of ``more`` that this version does not write; none without it.
 
         Generated columns, which would run what the file says, are not among those that are asked for.
         """
