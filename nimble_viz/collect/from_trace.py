@@ -17,7 +17,7 @@ from nimble_core.ir.environment import Environment
 from nimble_core.ir.measurement import Measurement
 from nimble_core.ir.program import Call, Origin, Phase, Program
 from nimble_core.utils.errors import InputError
-from nimble_viz.collect.intervals import covers, union
+from nimble_viz.analysis.intervals import covers, union
 from nimble_viz.collect.iterations import one_iteration
 from nimble_viz.collect.matched_trace import Forest, MatchedTrace, eager_timeline, match_positions
 from nimble_viz.collect.overhead import iteration_bound, overhead_profile

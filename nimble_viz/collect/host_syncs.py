@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from nimble_core.ir.program import Program
-from nimble_viz.collect.intervals import covers, union
+from nimble_viz.analysis.intervals import covers, union
 from nimble_viz.collect.matched_trace import Forest, MatchedTrace
 from nimble_viz.report.data import HostSync, Stage
 from nimble_viz.traces.events import PRINT, RuntimeEvent, Trace, is_launch, is_synchronisation

@@ -10,7 +10,7 @@ from itertools import pairwise
 from statistics import median
 
 from nimble_core.utils.errors import ReportFileError
-from nimble_viz.collect.intervals import covers, union
+from nimble_viz.analysis.intervals import covers, union
 from nimble_viz.report.data import Stage
 from nimble_viz.traces.chrome import Recording
 from nimble_viz.traces.events import (

@@ -12,8 +12,8 @@ from typing import Literal
 from nimble_core.ir.program import Program
 from nimble_core.ir.timeline import Timeline
 from nimble_core.utils.units import format_ns, format_percent
+from nimble_viz.analysis.intervals import covers, union
 from nimble_viz.collect.host_syncs import blocking_copies, host_syncs
-from nimble_viz.collect.intervals import covers, union
 from nimble_viz.collect.matched_trace import Forest, MatchedTrace, eager_timeline
 from nimble_viz.report.data import INPUT, STAGES, Bound, CallOverhead, DeviceIdle, OverheadProfile, PhaseOverhead
 from nimble_viz.traces.events import PRINT, Trace, is_launch, is_synchronisation

@@ -98,7 +98,7 @@ def _report(
     recorded: Recorded, device: torch.device, options: Options, progress: Progress, warnings: tuple[str, ...]
 ) -> Report:
     from nimble_core.autotune.capture_pipeline import schedule_by
-    from nimble_viz.collect.findings import dtype_of, name_of
+    from nimble_viz.collect.comparison import dtype_of, name_of
     from nimble_viz.collect.flops import count_work
 
     graph, tensors = recorded.graph, recorded.signature.tensors

@@ -145,10 +145,8 @@ def _session(name: str, merge: str | os.PathLike[str] | None) -> Any:
     backend = os.environ.get(_BACKEND, "")
     if not backend:
         raise InputError("there is no writer of Nsight Systems reports", fix=_NO_BACKEND)
-    try:
-        from nvtx import writer
-    except ImportError:
-        raise InputError("nvtx is older than 0.2.16", fix="pip install --upgrade nvtx") from None
+    from nvtx import writer
+
     try:
         return writer.Session(name, backend=writer.load_backend(backend))
     except (OSError, writer.WriterError) as error:

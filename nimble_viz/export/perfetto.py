@@ -9,7 +9,7 @@ from collections import defaultdict
 from typing import Any
 
 from nimble_core.utils.errors import InputError
-from nimble_viz.export.trace import Trace, edges_in_time
+from nimble_viz.export.trace import Trace, Value, edges_in_time
 
 __all__ = ["perfetto_bytes"]
 
@@ -21,7 +21,6 @@ def perfetto_bytes(trace: Trace) -> bytes:
 
     A run is a process, its first track a child of it, and the others children of that one: viewers keep the order of
     tracks below a track, not below a process. A slice is a begin and an end, in the order of time.
-    Names, categories and texts of arguments are interned: each is written once.
 
     Raises:
         InputError: the ``perfetto`` package is not installed.
@@ -62,7 +61,6 @@ def _write_tracks(trace: Trace, protos: Any, out: Any) -> None:
 
 
 def _write_slices(trace: Trace, protos: Any, out: Any) -> None:
-    names, categories, keys, texts = _Interned(), _Interned(), _Interned(), _Interned("str")
     leaving: dict[int, list[int]] = defaultdict(list)
     arriving: dict[int, list[int]] = defaultdict(list)
     for index, flow in enumerate(trace.flows):
@@ -77,42 +75,19 @@ def _write_slices(trace: Trace, protos: Any, out: Any) -> None:
         if not begins:
             event.type = protos.TrackEvent.TYPE_SLICE_END
             continue
-        packet.sequence_flags = protos.TracePacket.SEQ_NEEDS_INCREMENTAL_STATE
         event.type = protos.TrackEvent.TYPE_SLICE_BEGIN
-        new = packet.interned_data
-        event.name_iid = names.iid(one.name, new.event_names)
-        event.category_iids.append(categories.iid(one.category, new.event_categories))
+        event.name = one.name
+        event.categories.append(one.category)
         event.flow_ids.extend(leaving[index])
         event.terminating_flow_ids.extend(arriving[index])
         for name, value in one.arguments:
-            annotation = event.debug_annotations.add()
-            annotation.name_iid = keys.iid(name, new.debug_annotation_names)
-            if isinstance(value, str):
-                annotation.string_value_iid = texts.iid(value, new.debug_annotation_string_values)
-            else:
-                _set_value(annotation, value)
+            _set_value(event.debug_annotations.add(name=name), value)
 
 
-class _Interned:
-    """The texts of one table of interned data; ``field`` is what an entry of the table calls its text."""
-
-    def __init__(self, field: str = "name") -> None:
-        self._field = field
-        self._ids: dict[str, int] = {}
-
-    def iid(self, text: str, new: Any) -> int:
-        """Return the id of ``text``.
-
-        Write it to ``new``, the packet's part of the table, if it was not seen before.
-        """
-        if text not in self._ids:
-            self._ids[text] = len(self._ids) + 1
-            new.add(iid=self._ids[text], **{self._field: text.encode() if self._field == "str" else text})
-        return self._ids[text]
-
-
-def _set_value(annotation: Any, value: float | bool | tuple[int, ...]) -> None:
-    if isinstance(value, bool):
+def _set_value(annotation: Any, value: Value) -> None:
+    if isinstance(value, str):
+        annotation.string_value = value
+    elif isinstance(value, bool):
         annotation.bool_value = value
     elif isinstance(value, int):
         annotation.int_value = value

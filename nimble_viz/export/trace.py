@@ -14,7 +14,7 @@ from nimble_viz.analysis.phases import PHASES, span_phases
 from nimble_viz.analysis.timeline import distorted, distortion
 from nimble_viz.report.data import ReportData
 
-__all__ = ["Argument", "Flow", "Process", "Slice", "Trace", "Track", "edges_in_time", "make_trace"]
+__all__ = ["Argument", "Flow", "Process", "Slice", "Trace", "Track", "Value", "edges_in_time", "make_trace"]
 
 Value = str | int | float | bool | tuple[int, ...]
 Argument = tuple[str, Value]
