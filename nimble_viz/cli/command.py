@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 from nimble_core.scheduling.options import Options
 from nimble_core.utils.errors import CaptureError, InputError, NimbleError, ReportFileError
 from nimble_viz.analysis.labels import visible
+from nimble_viz.cli.arguments import add_options, option_values
 from nimble_viz.cli.factory import TRAINING_FACTORY, made_by
-from nimble_viz.cli.flags import add_options, option_values
 from nimble_viz.collect.sampler import Counts
 
 if TYPE_CHECKING:

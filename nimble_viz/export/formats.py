@@ -8,12 +8,10 @@ from typing import Literal, get_args
 
 from nimble_core.utils.errors import InputError
 from nimble_core.utils.files import file_path, write_file
-from nimble_viz.export.chrome import chrome_json
 from nimble_viz.export.dot import DRAWN, write_dot
 from nimble_viz.export.nsys import write_nsys
-from nimble_viz.export.perfetto import perfetto_bytes
 from nimble_viz.export.tables import KINDS, write_table, write_tables
-from nimble_viz.export.trace import make_trace
+from nimble_viz.export.trace import chrome_json, make_trace, perfetto_bytes
 from nimble_viz.report.data import ReportData
 
 __all__ = ["FORMATS", "Format", "export", "format_of"]

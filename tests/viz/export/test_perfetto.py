@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from nimble_core.utils.errors import InputError
-from nimble_viz.export.perfetto import perfetto_bytes
-from nimble_viz.export.trace import Slice, Trace, make_trace
+from nimble_viz.export.trace import Slice, Trace, make_trace, perfetto_bytes
 from nimble_viz.render.report import Report
 from tests.support.sample_reports import HOSTILE, fused_report, sample_report, training_report
 
