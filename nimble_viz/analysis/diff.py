@@ -1,8 +1,4 @@
-"""What changed between two reports: calls, streams, costs, speed, synchronisations, memory, environment, equality.
-
-Times are compared as intervals, with a wider margin than within a process, unless at least three processes a side show
-by how much processes differ.
-"""
+"""What changed between two reports: calls, streams, costs, speed, synchronisations, memory, environment, equality."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Is a report good enough? Rules, a report and perhaps a baseline in; verdicts out, for people and for CI.
-
-Times are intervals, so there are three answers: a rule is failed only if the whole interval is on the wrong side, and
-passed only if it is on the right one. Counts are exact.
-"""
+"""Is a report good enough? Rules, a report and perhaps a baseline in; verdicts out, for people and for CI."""
 
 from __future__ import annotations
 

@@ -133,11 +133,8 @@ def shared(report: ReportData) -> str:
 def module_tree(report: ReportData, order: str = "overhead") -> list[ModuleRow]:
     """Sum the profiled calls by module, outermost first; a row's sums are those of the rows inside it.
 
-    A module that holds nothing but another one is named together with that. O(calls × depth).
-
-    Args:
-        report: empty where its eager run was not profiled.
-        order: of the modules in each: by this sum, most first, or ``"program"``: as their first calls were issued.
+    A module that holds nothing but another one is named together with that. The modules in each are in the order of
+    this sum, most first, or of the ``"program"``.
     """
     if report.overhead is None:
         return []

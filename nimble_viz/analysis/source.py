@@ -1,8 +1,7 @@
 """The model's code, line by line: what its calls cost in eager, what they cost in the replay, and what waits there.
 
-A call belongs to the line it was made on; one of the backward to the line whose forward made its node of autograd.
-Eager's times are those of the profiled iteration. A replayed call that stands for eager calls of several lines is
-shared out among them by their own GPU time in eager, equally where that is unknown.
+A call belongs to the line it was made on; one of the backward to the line whose forward made its node of autograd. A
+replayed call of several lines is shared out among them by their own GPU time in eager.
 """
 
 from __future__ import annotations

@@ -186,11 +186,7 @@ def _name(text: str) -> str:
 
 
 def complete(parser: Parser, before: str) -> tuple[str, list[str]]:
-    """Return the end of ``before`` that a completion replaces, and what may replace it.
-
-    Args:
-        parser: the magic's.
-        before: the line from after the magic's name to the cursor.
+    """Return the end of ``before`` (from the magic's name to the cursor) that a completion replaces, and what may.
 
     >>> complete(comparing(), " model x --fuse a")
     ('a', ['auto'])

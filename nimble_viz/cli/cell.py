@@ -25,13 +25,7 @@ _LATER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.G
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """Compiled statements of a cell.
-
-    Args:
-        statements: all but an expression at the end that is to be shown.
-        last: that expression; None if there is none.
-        file: the name that stands for the cell.
-    """
+    """Compiled statements of a cell; ``last``: an expression at the end that is to be shown."""
 
     statements: CodeType
     last: CodeType | None
@@ -60,16 +54,10 @@ def cell_number(shell: InteractiveShell) -> int:
 
 
 def compile_body(shell: Any, cell: str) -> Body:
-    """Compile the body of a cell magic, with the shell's transformations.
+    """Compile the text below a cell magic, with the transformations of an ``InteractiveShell``.
 
-    Lines count from the magic's own. An expression at the end is shown, unless a semicolon follows.
-
-    Args:
-        shell: an ``InteractiveShell``, whose methods have no types.
-        cell: the text below the magic.
-
-    Raises:
-        InputError: a syntax error; the message shows where.
+    Lines count from the magic's own. An expression at the end is shown, unless a semicolon follows. Raise InputError
+    for a syntax error; the message shows where.
     """
     try:
         code = "\n" + shell.transform_cell(cell)

@@ -237,18 +237,10 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """The replays of one graph, node by node.
+    """The replays of one graph that ran the same nodes as most (``partial`` did not), node by node.
 
-    Args:
-        way: how nodes were told.
-        told: activities by node, and the self-check.
-        raw: the nodes.
-        places: position in ``raw`` by graph node id, all 64 bits, of the nodes that were told.
-        replays: those that ran the same nodes as most.
-        partial: how many did not: the profile began or ended during them, or lost some of their kernels.
-        missing: kernels of the report that no node of the graph ran, with how many.
-        strangers: kernels of the graph that belong to no call, with how many in each replay.
-        rivals: other graphs in the profile that fit as well.
+    ``places`` are positions in ``raw`` of the nodes that were told, by whole id. ``missing`` are kernels of the report
+    that no node ran, ``strangers`` those of no call in each replay, ``rivals`` other graphs that fit as well.
     """
 
     way: Way

@@ -1,7 +1,6 @@
 """The training step that ``compare`` measures, as users write it, as peers run it, and as one module.
 
-Every run trains for real, on the user's own parameters and with copies of the user's optimizer. The caller puts the
-parameters back (``state_kept``), and ``Training.gradients_kept`` the gradients.
+Every run trains for real: the caller puts parameters (``state_kept``) and gradients (``gradients_kept``) back.
 """
 
 from __future__ import annotations

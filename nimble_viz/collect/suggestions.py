@@ -14,13 +14,7 @@ __all__ = ["nearest", "refuse_unknown"]
 
 
 def nearest(name: str, known: Iterable[str], most: int = 1, least: float = 0.6) -> list[str]:
-    """Return the names in ``known`` most similar to ``name``, the most similar first; ties by name.
-
-    Args:
-        name: a name that does not exist.
-        known: names that do.
-        most: how many at most.
-        least: the least similarity, from 0 (anything) to 1.
+    """Return the names in ``known`` most similar to ``name``, from ``least`` (0 to 1) on; ties by name.
 
     >>> nearest("optoins", ["loss_fn", "options"]), nearest("bert", ["net", "bert_large"], most=2, least=0.0)
     (['options'], ['bert_large', 'net'])

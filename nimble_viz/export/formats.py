@@ -55,21 +55,7 @@ def format_of(path: Path) -> Format:
 
 
 def export(report: ReportData, path: str | os.PathLike[str], format: str | None = None) -> Path:
-    """Write ``report`` to ``path`` in another tool's format.
-
-    Args:
-        report: what to write.
-        path: the file; for ``"csv"`` a folder that gets one file per table, or a file named after one (``calls.csv``).
-        format: ``"perfetto"``, ``"chrome"``, ``"nsys"``, ``"csv"``, ``"dot"`` (the graph as text), ``"svg"``,
-            ``"pdf"`` or ``"png"`` (as a picture); None for the one that ``path`` asks for (``format_of``).
-
-    Returns:
-        ``path``.
-
-    Raises:
-        InputError: no such format or table, no timelines to trace, an empty path, or a package is missing.
-        OSError: it cannot be written.
-    """
+    """Write ``report`` to ``path`` in another tool's format, as ``Report.export`` says."""
     target = file_path(path)
     kind = format_of(target) if format is None else format
     if kind not in FORMATS:

@@ -63,13 +63,7 @@ def plain_text(report: ReportData, width: int | None = None) -> str:
 
 
 def pane_text(report: ReportData, pane: str, width: int | None = None) -> str:
-    """Return what ``report_text`` says of one view, as a string without colour codes.
-
-    Args:
-        report: what is shown.
-        pane: which; ``"source"`` and ``"memory"`` have texts of their own that follow this.
-        width: as for ``plain``.
-    """
+    """Return what ``report_text`` says of one view; ``"source"`` and ``"memory"`` have texts that follow it."""
     from rich.console import Group
 
     tables = summary(report)

@@ -46,10 +46,7 @@ _SIGNED: dict[str, set[str]] = {
 def check_report(report: ReportData) -> ReportData:
     """Return ``report`` if it is consistent in itself, so that every view of it can be drawn.
 
-    Raises:
-        ReportFileError: an index out of range, lists that do not fit each other, a number that is not finite, negative
-            where it may not be, or beyond ``MAX_NUMBER``; ``where`` names the field. Equality checks may hold NaN and
-            infinity, as outputs can.
+    Raise ReportFileError otherwise; ``where`` names the field. Equality checks may hold NaN and infinity.
     """
     if found := _out_of_range(report):
         place, number = found

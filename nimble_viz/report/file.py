@@ -67,14 +67,9 @@ _wire = msgspec.json.Decoder(Wire)
 
 
 def save(report: ReportData, path: str | os.PathLike[str]) -> Path:
-    """Write ``report`` to ``path``, all of it or nothing, and return the path.
+    """Write ``report`` to ``path`` and return the path, as ``Report.save`` says; the same report gives the same bytes.
 
-    The same report gives the same bytes. They are decoded once before they are written, so what is written is readable.
-
-    Raises:
-        ReportFileError: the report is not consistent in itself (see ``check_report``) or holds what JSON cannot.
-        InputError: the path is empty.
-        OSError: the file cannot be written; a file that was there before is left as it was.
+    They are decoded once before they are written, so what is written is readable.
     """
     try:
         data = _encode(check_report(report))

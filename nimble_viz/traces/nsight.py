@@ -51,16 +51,10 @@ _PROFILE_AGAIN = "nsys profile --trace=cuda,nvtx --cuda-graph-trace=node …, th
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What one launch of a graph did on the GPU.
+    """What one launch (its correlation id) of a graph did on the GPU; ``launched_ns`` is -1 if unknown.
 
-    Args:
-        process: global id of the process.
-        launch: correlation id of the launch.
-        thread: global id of the thread that launched it, 0 if unknown.
-        launched_ns: when, on the host; -1 if unknown.
-        nodes: graph node id of each activity, all 64 bits: in the upper half the graph, here an instance of the
-            captured one, in the lower half the node's place in it (``node_of``).
-        activities: sorted by start; their ``node`` is the lower half.
+    ``nodes`` are graph node ids, all 64 bits: in the upper half the graph, here an instance of the captured one, in the
+    lower half the node's place in it (``node_of``). ``activities`` are sorted by start.
     """
 
     process: int
