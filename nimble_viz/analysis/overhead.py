@@ -1,7 +1,8 @@
-"""Where the host time of an eager iteration went, call by call."""
+"""Where the host time of an eager iteration went, call by call, and what else calls can be coloured by."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -9,10 +10,13 @@ from typing import Any, Literal
 from nimble_core.ir.program import Call
 from nimble_core.utils.units import format_ns, format_percent, format_ratio
 from nimble_viz.analysis.dag_layout import components
-from nimble_viz.analysis.labels import about, doubt_of, plural
+from nimble_viz.analysis.labels import about, doubt_of, plural, trains
 from nimble_viz.report.data import OverheadProfile, ReportData
 
-__all__ = ["IDLE", "PARTS", "ModuleRow", "group_name", "grouped", "idle_causes", "module_tree", "overhead", "shared"]
+__all__ = [
+    "IDLE", "PARTS", "ModuleRow", "colours", "exposed", "group_name", "grouped", "idle_causes", "module_tree", "overhead",
+    "shared",
+]  # fmt: skip
 
 PARTS = ("python", "dispatch", "allocation", "launch", "tail")
 """Kinds of overhead, in the order they are stacked."""
@@ -187,3 +191,51 @@ def idle_causes(profile: OverheadProfile) -> list[tuple[str, str]]:
 
 def _of(ns: float, whole: float) -> str:
     return f"{format_ns(ns)}, {format_percent(ns / whole)}" if whole else format_ns(ns)
+
+
+def colours(report: ReportData) -> list[dict[str, str]]:
+    """List what calls can be coloured by, in the order in which it is offered.
+
+    A row has ``key`` (``"stream"``, ``"exposed"``, ``"time"`` or ``"phase"``), ``name``, ``meaning``, ``unknown`` (what
+    to say of calls without a value; empty where each has one) and ``why`` (a few words where no call has one or all
+    have the same, so that there is nothing to see; else empty).
+    """
+    serial = report.environment.device != "cuda"
+    found = exposed(report)
+    missing = sum(value < 0 for value in found)
+    of_eager = "" if report.eager is None else "; of the eager calls that a call stands for"
+    rows = [
+        ("stream", "Stream", "the stream that the schedule puts each call on", "", ""),
+        (
+            "exposed",
+            "Exposed overhead",
+            f"overhead of profiled eager during which the device was idle{of_eager}",
+            f"{plural(missing, 'call')} not among those of profiled eager" if missing else "",
+            "" if missing < len(found) else "not in the profile" if report.overhead else "eager was not profiled",
+        ),
+        (
+            "time",
+            "Time" if serial else "GPU time",
+            "each call alone, with nothing beside it",
+            "",
+            "not measured" if report.costs.source == "uniform" else "",
+        ),
+        ("phase", "Phase", "the part of a training step", "", "" if trains(report) else "all calls are forward"),
+    ]
+    return [dict(zip(("key", "name", "meaning", "unknown", "why"), row, strict=True)) for row in rows]
+
+
+def exposed(report: ReportData) -> list[int]:
+    """Return the exposed overhead of each call in profiled eager, whole ns; -1 where it is not known.
+
+    A call that stands for eager calls has theirs together. An eager call that several stand for is shared out among
+    them equally, so that no sum over calls counts it twice. O(calls + eager calls).
+    """
+    found, together = (report.overhead.calls, report.overhead.shared) if report.overhead else ((), ())
+    known: dict[int, float] = {row.call: row.exposed_ns for row in found if row.call not in together}
+    if report.eager is None:
+        return [round(known.get(call.index, -1)) for call in report.program.calls]
+    own = [dict.fromkeys(call.eager) for call in report.program.calls]
+    shared: Counter[int] = Counter(index for indices in own for index in indices)
+    profiled = [[index for index in indices if index in known] for indices in own]
+    return [round(sum(known[k] / shared[k] for k in indices)) if indices else -1 for indices in profiled]
