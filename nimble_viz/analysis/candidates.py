@@ -18,11 +18,10 @@ FOLDED_ABOVE = 3
 
 
 def candidates(report: ReportData) -> dict[str, Any] | None:
-    """Return ``rows``: the chosen plan, the others by median, those not captured; and ``folded`` groups.
+    """Return the chosen plan, the others by median and those not captured, many of them ``folded`` by reason.
 
-    Many plans that were never captured are no rows but groups, one for each reason. ``fused``: whether kernels other
-    than eager's were tried. ``single``: the one-stream replay that ``over one stream`` is about, which is that of
-    eager's kernels if it was measured. None where there was no choice.
+    ``single`` is the one-stream replay that the others are compared with, of eager's kernels if that was measured. None
+    where there was no choice.
     """
     found = report.candidates
     if len(found) < 2:

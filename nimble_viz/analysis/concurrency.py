@@ -60,11 +60,7 @@ def in_flight(line: Timeline) -> tuple[int, float]:
 
 
 def flights(line: Timeline) -> list[tuple[float, int]]:
-    """List how many spans run on the device from each time on where that changes.
-
-    On a replay's streams or workers, and on the GPU streams of an eager run; host threads do not count. The last entry
-    is at the timeline's last end, with 0.
-    """
+    """List how many spans run on the device (not on host threads) from each time on where that changes; at last 0."""
     if not line.spans:
         return []
     changes: dict[float, int] = {}

@@ -75,9 +75,8 @@ _Interval = tuple[float, float]
 def gaps(graph: CallGraph, plan: Schedule, line: Timeline) -> list[Gap]:
     """List every gap in which a stream idled before one of its kernels, in order of their ends.
 
-    Before a stream's first call is a gap only if that had to wait for a call. A call has to wait for its predecessors
-    in the graph, for the waits of the plan, and for the call before it on its stream. One that was not seen running
-    (it launched nothing) ended when all that it waits for had. O(edges + n log n) for n spans.
+    Before a stream's first call is a gap only if that had to wait for a call. One that was not seen running (it
+    launched nothing) ended when all that it waits for had. O(edges + n log n) for n spans.
     """
     if not line.spans:
         return []

@@ -209,11 +209,7 @@ def _fixed(program: Program) -> list[tuple[str, str]]:
 
 
 def _kind(storage: Storage, parameters: Set[str]) -> str:
-    """Return the key in ``_FIXED`` of a storage.
-
-    A training step's buffers ``"<parameter> gradient"`` and ``"<parameter> <key>"`` are not the model's: they hold
-    gradients kept from step to step, and what the optimizer keeps under that key.
-    """
+    """Return the key in ``_FIXED`` of a storage; a step's ``"<parameter> <key>"`` holds gradients or state."""
     name, _, key = storage.name.rpartition(" ")
     if storage.role != "buffer" or name not in parameters:
         return storage.role

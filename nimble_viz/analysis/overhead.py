@@ -14,8 +14,8 @@ from nimble_viz.analysis.labels import about, doubt_of, plural, trains
 from nimble_viz.report.data import OverheadProfile, ReportData
 
 __all__ = [
-    "IDLE", "PARTS", "ModuleRow", "colours", "exposed", "group_name", "grouped", "idle_causes", "module_tree", "overhead",
-    "shared",
+    "IDLE", "PARTS", "ModuleRow", "colours", "exposed", "group_name", "grouped", "idle_causes", "module_tree",
+    "overhead", "shared",
 ]  # fmt: skip
 
 PARTS = ("python", "dispatch", "allocation", "launch", "tail")

@@ -99,10 +99,7 @@ def phase_syncs(report: ReportData, plan: Schedule) -> list[dict[str, Any]]:
 
 
 def span_phases(report: ReportData, line: Timeline) -> list[int]:
-    """Return the phase of each span of a timeline, as an index into ``PHASES``; -1 if it has none.
-
-    That of its call; in the eager run of what belongs to no call, that during which it began.
-    """
+    """Return the phase of each span, that of its call or during which it began, by place in ``PHASES``; -1: none."""
     if not _phased(report):
         return [-1] * len(line.spans)
     eager = line.run == "eager"

@@ -27,11 +27,10 @@ _LONGEST_GAPS = 8
 
 
 def timelines(report: ReportData) -> list[dict[str, Any]]:
-    """Describe each timeline, eager first.
+    """Describe each timeline, eager first; spans and gaps are columns, whole ns from that run's first start.
 
-    Spans and gaps are columns, whole nanoseconds from that run's first start. ``idle`` is ``device_idle``, of a lane
-    that of the lane alone. ``marks`` are what to doubt, in words. A replay that failed its self-check has no gaps:
-    where kernels are missing, nothing can be said about the time between them.
+    A replay that failed its self-check has no gaps: where kernels are missing, nothing can be said about the time
+    between them.
     """
     return [_shown(report, line) for line in sorted(report.timelines, key=lambda line: line.run != "eager")]
 

@@ -97,11 +97,7 @@ class Annotation:
         return 0 if self.check.passed else 1
 
     def rows(self) -> Iterator[Row]:
-        """Yield every kernel, copy and fill of every whole replay, in ``COLUMNS``; times in nanoseconds.
-
-        ``replay`` counts from 0. ``call``, ``operator``, ``module``, ``phase`` and ``stream`` (the planned one) are the
-        report's, None or empty where no call explains the row.
-        """
+        """Yield every kernel, copy and fill of every whole replay, in ``COLUMNS``; nanoseconds, None for no call."""
         calls, schedule = self.report.program.calls, _schedule(self.report, self.run)
         for number, replay in enumerate(self.joined.replays):
             for node, ran in zip(replay.nodes, replay.activities, strict=True):

@@ -61,8 +61,6 @@ def _unmarked(_: Phase) -> AbstractContextManager[Any]:
 class TrainingRun:
     """One training step as users write it: zeroed gradients, forward, loss, backward, update.
 
-    Called with ``(inputs, targets)`` it returns what ``WholeStep`` does: loss, output, gradients by parameter name.
-
     ``forward`` is the model, or what a peer made of it, and ``trained`` are the parameters that it reads. The optimizer
     is the run's own, and so is the scaler, around a scale that runs may share.
     """

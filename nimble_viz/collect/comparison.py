@@ -61,10 +61,7 @@ _COSTS_BOUND = 3.0
 
 @dataclass
 class Findings:
-    """What is known so far; ``report`` makes a Report of it at any time once the model is recorded.
-
-    ``recorded`` is the model as eager runs it, ``replayed`` perhaps with other kernels.
-    """
+    """What is known so far; ``recorded`` is the model as eager runs it, ``replayed`` perhaps with other kernels."""
 
     model: str
     dtype: str

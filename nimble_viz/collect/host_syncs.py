@@ -31,11 +31,7 @@ _DATA_DEPENDENT = (
 
 
 def host_syncs(matched: MatchedTrace) -> tuple[HostSync, ...]:
-    """Return host synchronisations by kind and place, the longest first.
-
-    No event says which source line they came from. The origin of the call under way is given instead, or of the last
-    call before.
-    """
+    """Return host synchronisations by kind and place, the longest first; the place is the call's around or before."""
     program, trace, forest, matches = matched.program, matched.trace, matched.forest, matched.matches
     starts = [forest.events[event].start_ns for _, event in matches]
     phases = sorted(trace.phases, key=lambda one: one[1])

@@ -140,9 +140,8 @@ def _cuts(trace: Trace, forest: Forest, matches: Sequence[tuple[int, int]]) -> t
 def eager_timeline(matched: MatchedTrace, overhead: OverheadProfile) -> Timeline:
     """Draw the profiled iteration: one lane per host thread that issued operators, one per GPU stream.
 
-    A host lane shows the operators that are calls, and the outermost operators that hold no call. What is inside either
-    is left out, so spans of a lane do not overlap. Waiting for the data loader is a span too. Times count from the
-    start of the iteration.
+    A host lane shows the operators that are calls, and the outermost operators that hold no call, so its spans do not
+    overlap. Times count from the start of the iteration.
     """
     trace = matched.trace
     threads = sorted({event.thread for event in trace.operators})

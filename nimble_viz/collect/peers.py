@@ -1,8 +1,7 @@
 """Peers: other ways to run a model, for ``compare(..., against=[...])`` and benchmarks.
 
-A peer is anything with a ``name`` and a ``prepare`` that maps a model to something called like the model. The built-in
-ones leave nothing behind: they work on a copy of the modules around the same weights, compile under code of their own,
-and change settings only while they run.
+The built-in ones leave nothing behind: they work on a copy of the modules around the same weights, compile under code
+of their own, and change settings only while they run.
 """
 
 from __future__ import annotations

@@ -87,10 +87,7 @@ _TRIVIAL = ("aten::add", "aten::neg", "aten::mul", "aten::tanh")
 
 @dataclass(frozen=True, slots=True)
 class OperatorEvent:
-    """An operator on the host (``"aten::addmm"``, ``"mylib::op"``, an autograd node); it may hold others.
-
-    ``start_ns`` and ``end_ns`` are on the trace's clock, ``thread`` is the profiler's number of the host thread.
-    """
+    """An operator on the host (``"aten::addmm"``, an autograd node) on the trace's clock; it may hold others."""
 
     name: str
     start_ns: int
@@ -112,11 +109,7 @@ class RuntimeEvent:
 
 @dataclass(frozen=True, slots=True)
 class DeviceEvent:
-    """Something the device did.
-
-    ``correlation`` is that of the runtime event that launched it, ``linked`` that of the operator around the launch;
-    0 where unknown.
-    """
+    """Something the device did; ``correlation`` is its launch's, ``linked`` its operator's, 0 where unknown."""
 
     name: str
     kind: Literal["kernel", "memcpy", "memset"]

@@ -39,14 +39,10 @@ def profile_eager(
     warmup: int = 2,
     iterations: int = 3,
 ) -> Trace:
-    """Run ``run`` under the profiler and return its iteration of median length.
+    """Run ``run`` under the profiler and return its iteration of median length, or raise DeviceError.
 
     ``synchronize`` waits until the device is idle; it is called after every run, inside the iteration and outside
-    what counts as the model's own. Shapes and stacks are not recorded: they would slow the run further. The mode of
-    autograd is the caller's.
-
-    Raises:
-        DeviceError: another profiler is running or attached, or the profiler gave no iteration back.
+    what counts as the model's own. Shapes and stacks are not recorded: they would slow the run further.
     """
     import torch
 
