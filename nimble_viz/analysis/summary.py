@@ -30,8 +30,7 @@ from nimble_viz.analysis.labels import (
 )
 from nimble_viz.analysis.limit import distance, distance_doubt, limit
 from nimble_viz.analysis.live_memory import memory
-from nimble_viz.analysis.phases import phase_syncs, phases
-from nimble_viz.analysis.profiled import profiled, profiled_verdict
+from nimble_viz.analysis.phases import phase_syncs, phases, profiled, profiled_verdict
 from nimble_viz.analysis.provenance import provenance
 from nimble_viz.analysis.syncs import promise
 from nimble_viz.report.data import EAGER_ALONE, PeerResult, ReportData

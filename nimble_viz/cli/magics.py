@@ -28,7 +28,7 @@ from nimble_core.scheduling.policies import POLICIES
 from nimble_core.utils.errors import InputError, NimbleError
 from nimble_core.utils.interrupts import interrupts_postponed
 from nimble_core.utils.units import format_percent
-from nimble_viz.analysis.profiled import profiled_verdict
+from nimble_viz.analysis.phases import profiled_verdict
 from nimble_viz.cli.arguments import Expression, comparing, complete, keywords, option_values, profiling, split
 from nimble_viz.collect.progress import default_progress
 from nimble_viz.collect.sampler import Counts

@@ -334,7 +334,7 @@ def _chrome_events(trace: Trace) -> Iterator[dict[str, Any]]:
             **_place(trace, one.track),
             "ts": _microseconds(one.start_ns),
             "dur": _microseconds(one.end_ns - one.start_ns),
-            "args": _arguments(one.arguments),
+            "args": dict(one.arguments),
         }
     for index, flow in enumerate(trace.flows):
         for phase, at in (("s", flow.source), ("f", flow.target)):
@@ -345,10 +345,6 @@ def _chrome_events(trace: Trace) -> Iterator[dict[str, Any]]:
 
 def _place(trace: Trace, track: int) -> dict[str, int]:
     return {"pid": trace.tracks[track].process + 1, "tid": track + 1}
-
-
-def _arguments(arguments: tuple[Argument, ...]) -> dict[str, Any]:
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in arguments}
 
 
 def _microseconds(ns: int) -> int | float:

@@ -97,7 +97,9 @@ def _headline(report: ReportData, head: dict[str, str]) -> Text:
 def _sections(report: ReportData, tables: dict[str, Any]) -> Iterator[tuple[str, str, list[RenderableType]]]:
     """Yield of each section the names of the views that it belongs to, its title and its body."""
     if tables["profiled"]:
-        yield "summary", "What an iteration is spent on", _spent(tables["profiled"])
+        found = tables["profiled"]
+        parts = _parts("", found["rows"], found["bound"]), note(f"shares {found['basis']}"), pairs(found["facts"])
+        yield "summary", "What an iteration is spent on", [*parts]
     if tables["speed"] and not tables["profiled"]:
         yield "summary", f"Speed ({tables['context']})", _speed(tables["speed"])
     if tables["phases"]:
@@ -145,10 +147,6 @@ def _sections(report: ReportData, tables: dict[str, Any]) -> Iterator[tuple[str,
     if code:
         title = "This step in production" if trains(report) else "This plan in production, without tuning"
         yield "summary", title, [words(line) for line in code.splitlines()]
-
-
-def _spent(found: dict[str, Any]) -> list[RenderableType]:
-    return [_parts("", found["rows"], found["bound"]), note(f"shares {found['basis']}"), pairs(found["facts"])]
 
 
 def _parts(title: str, rows: Sequence[dict[str, Any]], bold: str = "") -> Table:

@@ -122,16 +122,14 @@ class DeviceEvent:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One profiled iteration.
+    """One profiled iteration, until the device is idle again; events are sorted by start, outer before inner.
 
     Args:
-        device: ``"cuda"`` or ``"cpu"``: what ran the model.
+        device: what ran the model.
         start_ns: start of the iteration.
         run_end_ns: when the model's own code returned; what follows is the harness waiting for the device.
-        end_ns: end of the iteration, the device idle again.
-        operators: operators that began before ``run_end_ns``, sorted by start, outer before inner.
-        runtime: CUDA runtime and driver calls, the harness's own waiting excluded, sorted by start.
-        kernels: what the device did, sorted by start.
+        end_ns: end of the iteration.
+        operators: those that began before ``run_end_ns``; ``runtime`` calls likewise.
         iterations_ns: length of every profiled iteration; this one is their (upper) median.
         floor_ns: what the profiler shows for an operator that has next to nothing to do; 0 if not measured.
         warnings: why it should be doubted.

@@ -91,14 +91,12 @@ class NamedRange:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """What the file holds about replayed graphs.
+    """What the file holds about replayed graphs; ``replays`` are sorted by start.
 
     Args:
-        replays: by start.
         created: nodes as they were captured; empty where the profile began later.
         copied: the node that a node was copied from, by process and node: instances copy the nodes that were captured.
         ranges: NVTX ranges of this project's domain; of all domains where the file does not name them.
-        outside: how many kernels, copies and fills ran outside graphs.
         gpu: name of the GPU; empty if unknown, or if there are several kinds.
     """
 
