@@ -32,7 +32,7 @@ from nimble_core.training.optimizer import CapturedOptimizer
 from nimble_core.training.whole_step import Result, Turn, WholeStep
 from nimble_core.utils.errors import DeviceError, InputError
 
-__all__ = ["TrainStep"]
+__all__ = ["TrainStep", "require_arguments"]
 
 
 class _Present(NamedTuple):
@@ -88,7 +88,8 @@ class TrainStep:
         clip_grad_norm: float | None = None,
         accumulate: int = 1,
     ) -> None:
-        _require_arguments(model, loss_fn, options, autocast, scaler, clip_grad_norm, accumulate)
+        require_gradients()
+        require_arguments(model, loss_fn, options, autocast, scaler, clip_grad_norm, accumulate)
         device = next(model.parameters()).device
         self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
         self.scaler, self.accumulate, self.options = scaler, accumulate, options
@@ -287,12 +288,11 @@ class TrainStep:
         return f"TrainStep({type(self.model).__name__}, {type(self.optimizer).__name__}{chosen})"
 
 
-def _require_arguments(
+def require_arguments(
     model: Any, loss_fn: Any, options: Any, autocast: Any, scaler: Any, clip_grad_norm: Any, accumulate: Any
 ) -> None:
     """Raise InputError for arguments of a ``TrainStep`` that cannot be meant."""
     require_options(options)
-    require_gradients()
     if not isinstance(model, torch.nn.Module):
         raise InputError(f"model is a {type(model).__name__}, not a torch.nn.Module", fix="pass a module")
     require_local(model)

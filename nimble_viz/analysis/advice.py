@@ -29,13 +29,7 @@ _MEMORY_BOUND = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """An iteration, taken apart.
-
-    Args:
-        run: name of the run.
-        rows: name, nanoseconds and meaning of its parts; of the watched run, which may be longer than the unwatched.
-        note: how it was measured.
-    """
+    """An iteration, taken apart: name, nanoseconds and meaning of the parts of the watched run."""
 
     run: str
     rows: tuple[tuple[str, float, str], ...]
@@ -49,17 +43,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Something to do next.
-
-    Args:
-        what: to do.
-        run: what it would change.
-        gain_ns: off ``of_ns``: as measured, or at most.
-        of_ns: what the run takes now.
-        basis: what the gain rests on.
-        why: where the number comes from.
-        per_sample: a larger batch: time for each sample, not for an iteration.
-    """
+    """Something to do next, and what it gains off ``of_ns``, which ``run`` takes now; as measured, or at most."""
 
     what: str
     run: str
@@ -84,13 +68,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What iterations are made of, and changes, those that promise most first; larger batches last.
-
-    Args:
-        eager: the profiled eager iteration by source of overhead; None if it was not profiled.
-        replay: the replay along the chain that ran longest in it; None if none was watched.
-        changes: to the fastest replay, or to the eager run where there is none.
-    """
+    """What the profiled eager run and the watched replay are made of, and changes; larger batches come last."""
 
     eager: Split | None
     replay: Split | None
@@ -128,10 +106,7 @@ def advice(report: ReportData) -> Advice:
 
 
 def advice_data(report: ReportData) -> dict[str, Any] | None:
-    """Return ``advice`` as plain data: ``sentence``, ``changes``, ``eager`` and ``replay``.
-
-    None where there is nothing to say.
-    """
+    """Return ``advice`` as plain data; None where there is nothing to say."""
     found = advice(report)
     if not (found.eager or found.replay or found.changes):
         return None

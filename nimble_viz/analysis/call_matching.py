@@ -25,10 +25,7 @@ _Keys = tuple[list[_Key], list[_Key]]
 
 
 def match_calls(old: Sequence[Call], new: Sequence[Call]) -> list[tuple[int, int]]:
-    """Pair the positions ``(in old, in new)`` of calls that are the same call, each at most once, sorted.
-
-    Linear in the number of calls, and in the number of those that differ up to a bound (``align``).
-    """
+    """Pair the positions ``(in old, in new)`` of calls that are the same call, each at most once, sorted."""
     levels = [([key(call) for call in old], [key(call) for call in new]) for key in (_exact, _placed, _shaped)]
     pairs = _in_order(levels, range(len(old)), range(len(new)))
     gone, come = {u for u, _ in pairs}, {v for _, v in pairs}

@@ -18,11 +18,10 @@ FOLDED_ABOVE = 3
 
 
 def candidates(report: ReportData) -> dict[str, Any] | None:
-    """Return ``rows``: the chosen plan, the others by median, those not captured; and ``folded`` groups.
+    """Return the chosen plan, the others by median and those not captured, many of them ``folded`` by reason.
 
-    Many plans that were never captured are no rows but groups, one for each reason. ``fused``: whether kernels other
-    than eager's were tried. ``single``: the one-stream replay that ``over one stream`` is about, which is that of
-    eager's kernels if it was measured. None where there was no choice.
+    ``single`` is the one-stream replay that the others are compared with, of eager's kernels if that was measured. None
+    where there was no choice.
     """
     found = report.candidates
     if len(found) < 2:
@@ -88,7 +87,6 @@ def _row(report: ReportData, one: Candidate, single: Candidate | None) -> dict[s
 
 
 def _over_eager(report: ReportData, one: Candidate) -> Ratio | None:
-    """Compare with eager, in the same rounds where the comparison measured both."""
     eager = report.measurement("eager")
     if report.measurement(one.name) or not (one.measurement and eager):
         return report.ratio(one.name)
@@ -96,10 +94,7 @@ def _over_eager(report: ReportData, one: Candidate) -> Ratio | None:
 
 
 def _pays(over: Ratio | None, cost_s: float, baseline: Measurement | None) -> str:
-    """Say when a plan breaks even: ``"after 1,234 calls"``, ``"at once"``, ``"never"``, ``"undecided"``.
-
-    Empty where either was not measured.
-    """
+    """Say when a plan breaks even: ``"after 1,234 calls"``, ``"never"``, …; empty where either was not measured."""
     if over is None or baseline is None:
         return ""
     if over.verdict != "faster":

@@ -34,10 +34,7 @@ _SEARCHED_CALLS = 500
 
 
 def graph_width(graph: CallGraph) -> tuple[int, str]:
-    """Count the most calls of which none must wait for another.
-
-    Also as text, ``"at least 9"`` if it is a bound.
-    """
+    """Count the most calls of which none must wait for another; also as text, ``"at least 9"`` if it is a bound."""
     before = predecessors(graph, meg=True)
     if graph.size <= EXACT_CALLS:
         exact = width(before)
@@ -56,21 +53,14 @@ def observed(report: ReportData, policy: str) -> dict[str, Any] | None:
 
 
 def in_flight(line: Timeline) -> tuple[int, float]:
-    """Return the most spans on the device at one time, and their mean over the timeline's length.
-
-    Calls that follow each other at one point of time were never side by side.
-    """
+    """Return the most spans on the device at one time, and their mean over the timeline's length."""
     times = flight_times(flights(line))
     busy = sum(running * ns for running, ns in enumerate(times))
     return max(len(times) - 1, 0), busy / line.length_ns if line.length_ns else 0.0
 
 
 def flights(line: Timeline) -> list[tuple[float, int]]:
-    """List how many spans run on the device from each time on where that changes.
-
-    On a replay's streams or workers, and on the GPU streams of an eager run; host threads do not count. The last entry
-    is at the timeline's last end, with 0.
-    """
+    """List how many spans run on the device (not on host threads) from each time on where that changes; at last 0."""
     if not line.spans:
         return []
     changes: dict[float, int] = {}

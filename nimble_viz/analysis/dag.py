@@ -17,11 +17,7 @@ __all__ = ["dag", "opening_schedule"]
 
 
 def dag(report: ReportData) -> dict[str, Any]:
-    """Return boxes with their rows and positions, edges, critical path and plans, as columns.
-
-    A group is number ``like`` (from 1) of ``alike`` that make the same calls, and number ``part`` of ``parts`` that its
-    module is in: what other modules' calls come between is apart.
-    """
+    """Return boxes with their rows and positions, edges, critical path and plans, as columns."""
     graph, calls = report.graph, report.program.calls
     boxes = nest(nesting_modules(report), [call.phase for call in calls] if trains(report) else None)
     layout = lay_out(boxes, graph.meg)

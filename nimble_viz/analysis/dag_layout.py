@@ -25,15 +25,7 @@ _Source = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Boxes:
-    """Calls ``0 … calls-1`` and groups ``calls … calls+groups-1``, as one forest.
-
-    Args:
-        calls: number of calls.
-        parent: box that holds each box, -1 for the outermost.
-        first: first call of each group, and
-        last: its last call, both included.
-        name: module path of each group, relative to the group around it; steps that lead to all of it included.
-    """
+    """Calls ``0 … calls-1``, and groups after them with first and last call, as one forest (``parent`` -1: none)."""
 
     calls: int
     parent: tuple[int, ...]
@@ -101,10 +93,7 @@ def nest(modules: Sequence[str], phases: Sequence[str] | None = None) -> Boxes:
 
 
 def _runs(paths: Sequence[tuple[str, ...]], begin: int, end: int, depth: int) -> list[tuple[int, int]]:
-    """Split ``begin`` to ``end`` into stretches of one step at ``depth``.
-
-    A path that ends above it stands alone.
-    """
+    """Split ``begin`` to ``end`` into stretches of one step at ``depth``; a path that ends above it stands alone."""
     runs = []
     at = begin
     while at < end:

@@ -1,8 +1,4 @@
-"""What changed between two reports: calls, streams, costs, speed, synchronisations, memory, environment, equality.
-
-Times are compared as intervals, with a wider margin than within a process, unless at least three processes a side show
-by how much processes differ.
-"""
+"""What changed between two reports: calls, streams, costs, speed, synchronisations, memory, environment, equality."""
 
 from __future__ import annotations
 
@@ -76,10 +72,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class CostChange:
-    """A call whose isolated cost changed by more than both spreads together, and more than ``COST_BAND``.
-
-    Nanoseconds; spreads are interquartile ranges.
-    """
+    """A call whose cost (ns) changed by more than both spreads (interquartile ranges) and ``COST_BAND``."""
 
     old: Call
     new: Call
@@ -280,10 +273,7 @@ def processes(news: Sequence[Measurement], olds: Sequence[Measurement]) -> Ratio
 
 
 def beside_eager(reports: Sequence[ReportData], run: str) -> Ratio | None:
-    """Compute the speed of a run (``""``: the chosen one) over eager; None if no report measured both.
-
-    Of several reports the median, and their intervals together.
-    """
+    """Compute the speed of a run (``""``: the chosen one) over eager, the median of the reports; None if none has."""
     runs = [(report, run or report.chosen) for report in reports]
     found = [one for report, name in runs if report.measurement(name) and (one := report.ratio(name))]
     if not found:
@@ -293,10 +283,7 @@ def beside_eager(reports: Sequence[ReportData], run: str) -> Ratio | None:
 
 
 def environment_changes(old: Environment, new: Environment) -> tuple[Change, ...]:
-    """List what makes ``new`` another environment than ``old``: devices, versions, threads, settings.
-
-    Not what varies from run to run (date, load, clocks, other processes).
-    """
+    """List what makes ``new`` another environment than ``old``, without what varies from run to run."""
 
     def stamp(where: Environment) -> dict[str, _Value]:
         return {name: getattr(where, name) for name in _IDENTITY} | dict(where.settings)

@@ -21,10 +21,7 @@ _Cause = tuple[str, str]
 
 
 def disturbances(report: ReportData) -> tuple[str, ...]:
-    """List what disturbed the machine while ``report`` was measured.
-
-    A run's own warnings say drift and spread.
-    """
+    """List what disturbed the machine while ``report`` was measured; a run's own warnings say drift and spread."""
     found = (*_of_machine(report.environment), *_dropped(report.measurements)) if report.measurements else ()
     return tuple(what for what, _ in found)
 

@@ -11,15 +11,15 @@ from nimble_core.ir.call_graph import CallGraph, predecessors
 from nimble_core.ir.schedule import Schedule, stream_neighbours
 from nimble_core.ir.timeline import Timeline
 from nimble_core.utils.units import format_ns
+from nimble_viz.analysis.intervals import union
 from nimble_viz.analysis.labels import label_call, share_rows
-from nimble_viz.analysis.limit import chain_that_ran
+from nimble_viz.analysis.limit import chain_that_ran, ends
 from nimble_viz.report.data import ReportData
 
 __all__ = [
     "CAUSES",
     "PARTS",
     "Gap",
-    "StreamTime",
     "gaps",
     "longest_gaps",
     "lost",
@@ -69,34 +69,21 @@ class Gap:
     unready_ns: float
 
 
-@dataclass(frozen=True, slots=True)
-class StreamTime:
-    """What the time of one stream was spent on; nanoseconds, together the length of the replay."""
-
-    busy_ns: float
-    launch_ns: float
-    wait_ns: float
-    unready_ns: float
-    begun_ns: float
-    ended_ns: float
-
-
 _Interval = tuple[float, float]
 
 
 def gaps(graph: CallGraph, plan: Schedule, line: Timeline) -> list[Gap]:
     """List every gap in which a stream idled before one of its kernels, in order of their ends.
 
-    Before a stream's first call is a gap only if that had to wait for a call. A call has to wait for its predecessors
-    in the graph, for the waits of the plan, and for the call before it on its stream. One that was not seen running
-    (it launched nothing) ended when all that it waits for had. O(edges + n log n) for n spans.
+    Before a stream's first call is a gap only if that had to wait for a call. One that was not seen running (it
+    launched nothing) ended when all that it waits for had. O(edges + n log n) for n spans.
     """
     if not line.spans:
         return []
     zero = min(span.start_ns for span in line.spans)
     ready, held = _moments(graph, plan, line, zero)
     seen = {span.call for span in line.spans if span.call is not None}
-    queued = _union((ready[call][0], held[call][0]) for call in seen)
+    queued = union((ready[call][0], held[call][0]) for call in seen)
     starts = [start for start, _ in queued]
     reached: dict[int, float] = {}
     begun: set[int] = set()
@@ -120,16 +107,13 @@ def gaps(graph: CallGraph, plan: Schedule, line: Timeline) -> list[Gap]:
 
 
 def replay_gaps(report: ReportData, line: Timeline) -> list[Gap]:
-    """Return ``gaps`` of one of the report's timelines.
-
-    None of an eager run, or where kernels are missing.
-    """
+    """Return ``gaps`` of a timeline; none of an eager run, or where kernels are missing."""
     plan = report.schedule(line.run)
     return gaps(report.graph, plan, line) if plan is not None and line.reliable else []
 
 
-def stream_times(found: Sequence[Gap], line: Timeline) -> list[StreamTime]:
-    """Sum what each lane's time was spent on, given ``gaps``."""
+def stream_times(found: Sequence[Gap], line: Timeline) -> list[dict[str, float]]:
+    """Sum what each lane's time was spent on (``PARTS``, ns, together the length of the replay), given ``gaps``."""
     length, zero = line.length_ns, min((span.start_ns for span in line.spans), default=0.0)
     busy, last = [0.0] * len(line.lanes), [zero] * len(line.lanes)
     first: dict[int, float] = {}
@@ -140,18 +124,16 @@ def stream_times(found: Sequence[Gap], line: Timeline) -> list[StreamTime]:
     made = []
     for lane in range(len(line.lanes)):
         own = [gap for gap in found if gap.lane == lane]
-        launch, wait, unready = (
-            sum(getattr(gap, f"{cause}_ns") for gap in own) for cause in ("launch", "wait", "unready")
-        )
+        spent = {cause: sum(getattr(gap, f"{cause}_ns") for gap in own) for cause, _, _ in CAUSES}
         waited = any(gap.start_ns == zero and gap.end_ns == first[lane] for gap in own)
         begun = 0.0 if waited else first.get(lane, zero) - zero
-        made.append(StreamTime(busy[lane], launch, wait, unready, begun, zero + length - last[lane]))
+        made.append({"busy": busy[lane], **spent, "begun": begun, "ended": zero + length - last[lane]})
     return made
 
 
-def lost(times: Sequence[StreamTime]) -> list[dict[str, Any]]:
+def lost(times: Sequence[dict[str, float]]) -> list[dict[str, Any]]:
     """Say what the time of all streams together was spent on (``share_rows``)."""
-    return share_rows((name, sum(getattr(one, f"{key}_ns") for one in times), meaning) for key, name, meaning in PARTS)
+    return share_rows((name, sum(one[key] for one in times), meaning) for key, name, meaning in PARTS)
 
 
 def longest_gaps(report: ReportData, line: Timeline, found: Sequence[Gap], most: int) -> list[dict[str, Any]]:
@@ -220,10 +202,7 @@ _Moment = tuple[float, int | None]
 
 def _moments(graph: CallGraph, plan: Schedule, line: Timeline, zero: float) -> tuple[list[_Moment], list[_Moment]]:
     """Return for each call when its data was ready, and when everything it waits for had ended."""
-    end: dict[int, float] = {}
-    for span in line.spans:
-        if span.call is not None:
-            end[span.call] = max(end.get(span.call, span.end_ns), span.end_ns)
+    end = ends(line)
     before = predecessors(graph, meg=True)
     ordered: list[list[int]] = [[] for _ in before]
     for producer, consumer in (*plan.syncs, *stream_neighbours(plan.stream, plan.order)):
@@ -239,17 +218,6 @@ def _moments(graph: CallGraph, plan: Schedule, line: Timeline, zero: float) -> t
 
 def _latest(moments: Sequence[_Moment], zero: float) -> _Moment:
     return max(moments, key=lambda one: one[0], default=(zero, None))
-
-
-def _union(intervals: Any) -> list[_Interval]:
-    """Sort intervals, drop empty ones, and merge those that touch."""
-    merged: list[_Interval] = []
-    for start, end in sorted(one for one in intervals if one[1] > one[0]):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
 
 
 def _overlap(merged: Sequence[_Interval], starts: Sequence[float], since: float, until: float) -> float:

@@ -1,8 +1,4 @@
-"""Is a report good enough? Rules, a report and perhaps a baseline in; verdicts out, for people and for CI.
-
-Times are intervals, so there are three answers: a rule is failed only if the whole interval is on the wrong side, and
-passed only if it is on the right one. Counts are exact.
-"""
+"""Is a report good enough? Rules, a report and perhaps a baseline in; verdicts out, for people and for CI."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from nimble_core.utils.errors import InputError
 from nimble_core.utils.units import format_bytes, format_count, format_ratio
 from nimble_viz.analysis.diff import beside_eager, environment_changes, host_sync_count, json_value, processes
 from nimble_viz.analysis.labels import context, interval_text, label_plan, label_run, trains
-from nimble_viz.analysis.peers import unshown
+from nimble_viz.analysis.summary import unshown
 from nimble_viz.report.data import ReportData
 
 __all__ = ["EXIT_CODES", "GateData", "Outcome", "Rules", "Verdict", "judge"]

@@ -283,10 +283,7 @@ def interval_text(low: float, high: float) -> str:
 
 
 def ratio_cell(report: ReportData, ratio: Ratio | None) -> dict[str, Any] | None:
-    """Return ``verdict``, ``text``, ``interval`` (``ratio_figures``) and ``full``, what it is of.
-
-    None gives None.
-    """
+    """Return ``verdict``, ``text``, ``interval`` (``ratio_figures``) and ``full``, what it is of; None of None."""
     if ratio is None:
         return None
     text, interval = ratio_figures(ratio)
@@ -309,10 +306,7 @@ def share_rows(parts: Iterable[tuple[str, float, str]]) -> list[dict[str, Any]]:
 
 
 def doubt_of(taken: Measurement | None) -> float:
-    """Return by what share a run's time may differ from one that was not taken in turn with it.
-
-    Its interquartile range; infinite for too few samples.
-    """
+    """Return a run's spread, infinite for too few samples: its doubt beside what was not taken in turn with it."""
     return taken.spread if taken and len(taken.samples_ns) >= _FEWEST else math.inf
 
 

@@ -15,7 +15,7 @@ from nimble_core.utils.units import format_ns, format_percent, format_ratio
 from nimble_viz.analysis.labels import about, doubt_of
 from nimble_viz.report.data import ReportData
 
-__all__ = ["EXPLAINED_ABOVE", "Breakdown", "breakdown", "chain_that_ran", "distance", "distance_doubt", "limit"]
+__all__ = ["EXPLAINED_ABOVE", "Breakdown", "breakdown", "chain_that_ran", "distance", "distance_doubt", "ends", "limit"]
 
 EXPLAINED_ABOVE = 1.3
 """A replay that is longer than so many times its limit, beyond what both vary by, is explained."""
@@ -79,10 +79,7 @@ def distance_doubt(report: ReportData, run: str) -> float:
 
 
 def limit(report: ReportData, run: str) -> dict[str, Any] | None:
-    """Return the limit of ``run``, its distance, and if that is large, why; None if unknown.
-
-    ``parts``: what the time above the limit is due to, largest first, as far as the replay was watched.
-    """
+    """Return the limit of ``run``, its distance and, if that is large, what it is due to; None if unknown."""
     far, plan, taken = distance(report, run), report.schedule(run), report.measurement(run)
     if far is None or plan is None or taken is None:
         return None
@@ -127,7 +124,7 @@ def breakdown(
         if span.call is not None:
             start[span.call] = min(start.get(span.call, span.start_ns), span.start_ns)
             busy[span.call] = busy.get(span.call, 0.0) + span.end_ns - span.start_ns
-    end = _ends(line)
+    end = ends(line)
     gaps = waits = 0.0
     for earlier, call in pairwise(chain):
         idle = start[call] - end[earlier]
@@ -157,7 +154,7 @@ def chain_that_ran(graph: CallGraph, plan: Schedule, line: Timeline) -> tuple[in
     The last is the call that ended last; before each stands the one whose end it had to await last, of those that
     precede it in the graph, that the plan makes it wait for, and the one before it on its stream. O(edges + spans).
     """
-    end = _ends(line)
+    end = ends(line)
     if not end:
         return ()
     awaited = [list(sources) for sources in predecessors(graph, meg=True)]
@@ -172,8 +169,8 @@ def chain_that_ran(graph: CallGraph, plan: Schedule, line: Timeline) -> tuple[in
         chain.append(max(earlier, key=lambda index: (end[index], plan.stream[index] == plan.stream[call], -index)))
 
 
-def _ends(line: Timeline) -> dict[int, float]:
-    """When each call's last span ended."""
+def ends(line: Timeline) -> dict[int, float]:
+    """Return when each call's last span ended."""
     end: dict[int, float] = {}
     for span in line.spans:
         if span.call is not None:
@@ -182,9 +179,7 @@ def _ends(line: Timeline) -> dict[int, float]:
 
 
 def _parts(found: Breakdown, bound: float, above: float, longer: str) -> list[tuple[str, float]]:
-    """Split the time ``above`` the limit, largest part first.
-
-    ``longer`` names what makes calls take longer.
+    """Split the time ``above`` the limit, largest part first; ``longer`` names what makes calls take longer.
 
     Where resources bind, the chain's isolated time is below the limit: so much contention no schedule can avoid.
     """

@@ -176,10 +176,7 @@ def _run(
 
 
 def _holder(program: Program, order: Sequence[int], storage: int, span: tuple[int, int], peak: int) -> dict[str, Any]:
-    """Describe a result that is alive at the peak.
-
-    ``span``: positions of the first and the last call to touch it.
-    """
+    """Describe a result that is alive at the peak; ``span``: positions of the first and the last call to touch it."""
     first, last = span
     nbytes = program.storages[storage].nbytes
     maker, user = program.calls[order[first]], program.calls[order[last]]
@@ -212,11 +209,7 @@ def _fixed(program: Program) -> list[tuple[str, str]]:
 
 
 def _kind(storage: Storage, parameters: Set[str]) -> str:
-    """Return the key in ``_FIXED`` of a storage.
-
-    A training step's buffers ``"<parameter> gradient"`` and ``"<parameter> <key>"`` are not the model's: they hold
-    gradients kept from step to step, and what the optimizer keeps under that key.
-    """
+    """Return the key in ``_FIXED`` of a storage; a step's ``"<parameter> <key>"`` holds gradients or state."""
     name, _, key = storage.name.rpartition(" ")
     if storage.role != "buffer" or name not in parameters:
         return storage.role
@@ -240,6 +233,7 @@ def memory(report: ReportData) -> dict[str, Any] | None:
     if not planned:
         facts += [(f"Held by {label_run(report, name)}", nbytes) for name, nbytes in known.engines]
     facts.append(("Peak of the whole comparison", known.compare_peak))
+    peak = 0 if on_host else known.eager_peak
     rows = []
     for name in dict.fromkeys([*held, *planned]) if planned else ():
         plan = planned.get(name)
@@ -252,15 +246,11 @@ def memory(report: ReportData) -> dict[str, Any] | None:
                 "saved": _saved(plan.saved, plan.unshared) if plan else "",
                 "workspaces": format_bytes(plan.workspaces) if plan else "",
                 "held": format_bytes(held[name]) if held.get(name) else "",
-                "against": "" if on_host else _against(held.get(name, 0), known.eager_peak),
+                "against": format_ratio(held.get(name, 0) / peak) if peak and held.get(name) else "",
             }
         )
     shown = [(name, format_bytes(nbytes)) for name, nbytes in facts if nbytes]
     return {"facts": shown, "engines": rows} if shown or rows else None
-
-
-def _against(held: int, peak: int) -> str:
-    return format_ratio(held / peak) if held and peak else ""
 
 
 def _saved(nbytes: int, of: int) -> str:

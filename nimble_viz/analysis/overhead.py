@@ -1,7 +1,8 @@
-"""Where the host time of an eager iteration went, call by call."""
+"""Where the host time of an eager iteration went, call by call, and what else calls can be coloured by."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -9,10 +10,13 @@ from typing import Any, Literal
 from nimble_core.ir.program import Call
 from nimble_core.utils.units import format_ns, format_percent, format_ratio
 from nimble_viz.analysis.dag_layout import components
-from nimble_viz.analysis.labels import about, doubt_of, plural
+from nimble_viz.analysis.labels import about, doubt_of, plural, trains
 from nimble_viz.report.data import OverheadProfile, ReportData
 
-__all__ = ["IDLE", "PARTS", "ModuleRow", "group_name", "grouped", "idle_causes", "module_tree", "overhead", "shared"]
+__all__ = [
+    "IDLE", "PARTS", "ModuleRow", "colours", "exposed", "group_name", "grouped", "idle_causes", "module_tree",
+    "overhead", "shared",
+]  # fmt: skip
 
 PARTS = ("python", "dispatch", "allocation", "launch", "tail")
 """Kinds of overhead, in the order they are stacked."""
@@ -32,17 +36,7 @@ _OWN = "(calls of its own)"
 
 @dataclass(slots=True)
 class ModuleRow:
-    """A module of ``module_tree`` with everything in it.
-
-    Args:
-        path: of the module; ``"(the model itself)"`` and ``"(the optimizer)"`` hold calls of no module.
-        name: of the module in the one around it.
-        depth: modules around it.
-        eager: the eager calls in it.
-        sums: ns of these, by name: those of ``grouped``.
-        inside: the modules in it; where there are any, its own calls are the last of them.
-        own: whether these are the calls of ``path`` itself, without the modules in it.
-    """
+    """A module of ``module_tree`` with everything in it, ``sums`` in ns; ``own``: the calls of ``path`` alone."""
 
     path: str
     name: str
@@ -143,11 +137,8 @@ def shared(report: ReportData) -> str:
 def module_tree(report: ReportData, order: str = "overhead") -> list[ModuleRow]:
     """Sum the profiled calls by module, outermost first; a row's sums are those of the rows inside it.
 
-    A module that holds nothing but another one is named together with that. O(calls × depth).
-
-    Args:
-        report: empty where its eager run was not profiled.
-        order: of the modules in each: by this sum, most first, or ``"program"``: as their first calls were issued.
+    A module that holds nothing but another one is named together with that. The modules in each are in the order of
+    this sum, most first, or of the ``"program"``.
     """
     if report.overhead is None:
         return []
@@ -184,10 +175,7 @@ def module_tree(report: ReportData, order: str = "overhead") -> list[ModuleRow]:
 
 
 def _home(call: Call) -> str:
-    """Return the module of a call.
-
-    The optimizer's calls have none, as they update parameters of many modules.
-    """
+    """Return the module of a call; the optimizer's calls have none, as they update parameters of many modules."""
     return _OPTIMIZER if call.phase == "optimizer" else call.module or _HOMELESS
 
 
@@ -203,3 +191,51 @@ def idle_causes(profile: OverheadProfile) -> list[tuple[str, str]]:
 
 def _of(ns: float, whole: float) -> str:
     return f"{format_ns(ns)}, {format_percent(ns / whole)}" if whole else format_ns(ns)
+
+
+def colours(report: ReportData) -> list[dict[str, str]]:
+    """List what calls can be coloured by, in the order in which it is offered.
+
+    A row has ``key`` (``"stream"``, ``"exposed"``, ``"time"`` or ``"phase"``), ``name``, ``meaning``, ``unknown`` (what
+    to say of calls without a value; empty where each has one) and ``why`` (a few words where no call has one or all
+    have the same, so that there is nothing to see; else empty).
+    """
+    serial = report.environment.device != "cuda"
+    found = exposed(report)
+    missing = sum(value < 0 for value in found)
+    of_eager = "" if report.eager is None else "; of the eager calls that a call stands for"
+    rows = [
+        ("stream", "Stream", "the stream that the schedule puts each call on", "", ""),
+        (
+            "exposed",
+            "Exposed overhead",
+            f"overhead of profiled eager during which the device was idle{of_eager}",
+            f"{plural(missing, 'call')} not among those of profiled eager" if missing else "",
+            "" if missing < len(found) else "not in the profile" if report.overhead else "eager was not profiled",
+        ),
+        (
+            "time",
+            "Time" if serial else "GPU time",
+            "each call alone, with nothing beside it",
+            "",
+            "not measured" if report.costs.source == "uniform" else "",
+        ),
+        ("phase", "Phase", "the part of a training step", "", "" if trains(report) else "all calls are forward"),
+    ]
+    return [dict(zip(("key", "name", "meaning", "unknown", "why"), row, strict=True)) for row in rows]
+
+
+def exposed(report: ReportData) -> list[int]:
+    """Return the exposed overhead of each call in profiled eager, whole ns; -1 where it is not known.
+
+    A call that stands for eager calls has theirs together. An eager call that several stand for is shared out among
+    them equally, so that no sum over calls counts it twice. O(calls + eager calls).
+    """
+    found, together = (report.overhead.calls, report.overhead.shared) if report.overhead else ((), ())
+    known: dict[int, float] = {row.call: row.exposed_ns for row in found if row.call not in together}
+    if report.eager is None:
+        return [round(known.get(call.index, -1)) for call in report.program.calls]
+    own = [dict.fromkeys(call.eager) for call in report.program.calls]
+    shared: Counter[int] = Counter(index for indices in own for index in indices)
+    profiled = [[index for index in indices if index in known] for indices in own]
+    return [round(sum(known[k] / shared[k] for k in indices)) if indices else -1 for indices in profiled]

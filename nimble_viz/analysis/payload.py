@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nimble_core.ir.program import Call, Program, TensorRef
-from nimble_viz.analysis.colours import colours, exposed
 from nimble_viz.analysis.dag import dag
 from nimble_viz.analysis.labels import label_call
 from nimble_viz.analysis.live_memory import live_memory
-from nimble_viz.analysis.overhead import overhead
+from nimble_viz.analysis.overhead import colours, exposed, overhead
 from nimble_viz.analysis.phases import PHASES
 from nimble_viz.analysis.provenance import modules_of
 from nimble_viz.analysis.source import source

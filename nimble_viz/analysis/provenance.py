@@ -30,10 +30,7 @@ def became(report: ReportData) -> tuple[tuple[int, ...], ...]:
 
 
 def module_of(call: Call) -> str:
-    """Find the innermost module that holds what the call stands for.
-
-    Empty for the model itself, or if unknown.
-    """
+    """Find the innermost module that holds what the call stands for; empty for the model itself, or if unknown."""
     return common_module([origin.module for origin in call.origins])
 
 
@@ -88,12 +85,7 @@ def nesting_modules(report: ReportData) -> list[str]:
 
 
 def provenance(report: ReportData) -> dict[str, Any] | None:
-    """How much of a fused program is explained by eager calls; None where nothing was fused.
-
-    Of the calls that stand for no eager call, ``copies`` only copy to another layout (``is_layout_copy``), ``unmapped``
-    are all others; ``calls`` and ``time`` are the latter's share of all calls and of their isolated time, None where
-    that was not measured. ``gone`` counts eager calls that no call stands for: folded into weights, or not needed.
-    """
+    """Say how much of a fused program is explained by eager calls, and what is not; None where nothing was fused."""
     if report.eager is None:
         return None
     calls, ns = report.program.calls, report.costs.ns

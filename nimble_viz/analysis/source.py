@@ -1,8 +1,7 @@
 """The model's code, line by line: what its calls cost in eager, what they cost in the replay, and what waits there.
 
-A call belongs to the line it was made on; one of the backward to the line whose forward made its node of autograd.
-Eager's times are those of the profiled iteration. A replayed call that stands for eager calls of several lines is
-shared out among them by their own GPU time in eager, equally where that is unknown.
+A call belongs to the line it was made on; one of the backward to the line whose forward made its node of autograd. A
+replayed call of several lines is shared out among them by their own GPU time in eager.
 """
 
 from __future__ import annotations
@@ -80,10 +79,7 @@ def source(report: ReportData) -> dict[str, Any] | None:
 
 
 def hottest(found: Mapping[str, Any], figure: str, most: int) -> list[dict[str, Any]]:
-    """Rank the lines of ``source`` by ``figure``, forward and backward together.
-
-    A row has ``file``, ``line``, ``name`` (of the function), ``text``, ``value`` (ns) and ``share`` of all.
-    """
+    """Rank the lines of ``source`` by ``figure`` (ns), forward and backward together, with the share of all."""
     columns, functions = found["lines"], found["functions"]
     values = _both(columns, figure)
     total = sum(found["totals"].get(name, 0) for name in (figure, f"{figure}_backward"))
@@ -144,10 +140,7 @@ def source_text(report: ReportData) -> str:
 
 
 def replay_times(report: ReportData) -> tuple[list[float], str] | None:
-    """Return each call's time in the chosen replay, ns, and its source; None if nothing was timed.
-
-    What was seen in that replay, where calls slow each other down; else what they take alone.
-    """
+    """Return each call's ns in the chosen replay, else alone, and the source of that; None if nothing was timed."""
     line = report.timeline(report.chosen)
     if line is not None and line.reliable and line.source == "measured":
         found = [0.0] * len(report.program.calls)

@@ -8,7 +8,7 @@ from typing import Any
 
 from nimble_core.ir.candidates import EqualityCheck
 from nimble_core.ir.costs import limit_ns
-from nimble_core.ir.measurement import SAME, Measurement, Ratio
+from nimble_core.ir.measurement import SAME, Measurement, Ratio, not_slower
 from nimble_core.ir.schedule import Schedule
 from nimble_core.utils.units import format_count, format_ns, format_percent, format_ratio
 from nimble_viz.analysis.advice import advice_data, best_run
@@ -30,14 +30,12 @@ from nimble_viz.analysis.labels import (
 )
 from nimble_viz.analysis.limit import distance, distance_doubt, limit
 from nimble_viz.analysis.live_memory import memory
-from nimble_viz.analysis.peers import best_peers, peers, unshown
-from nimble_viz.analysis.phases import phase_syncs, phases
-from nimble_viz.analysis.profiled import profiled, profiled_verdict
+from nimble_viz.analysis.phases import phase_syncs, phases, profiled, profiled_verdict
 from nimble_viz.analysis.provenance import provenance
 from nimble_viz.analysis.syncs import promise
-from nimble_viz.report.data import EAGER_ALONE, ReportData
+from nimble_viz.report.data import EAGER_ALONE, PeerResult, ReportData
 
-__all__ = ["context", "headline", "label_run", "planned", "summary", "verdict"]
+__all__ = ["best_peers", "context", "headline", "label_run", "peers", "planned", "summary", "unshown", "verdict"]
 
 _OVERLAP_NS = 1000.0
 """Of a kernel that is launched ahead, what can be done before the one that it waits for has ended: up to 0.8 µs were
@@ -120,10 +118,7 @@ def _reason(report: ReportData, over: Ratio) -> str:
 
 
 def summary(report: ReportData) -> dict[str, Any]:
-    """Return the tables of the summary: speed, peers, limit, advice, checks, candidates, plans, ….
-
-    Numbers that are shown as they are come as text; times that are drawn come in nanoseconds too.
-    """
+    """Return the tables of the summary; what is shown is text, times that are drawn come in nanoseconds too."""
     best, head = best_run(report), headline(report)
     return {
         "model": report.model,
@@ -362,3 +357,62 @@ def _warnings(report: ReportData) -> list[str]:
     ]
     found += report.program.notes
     return list(dict.fromkeys(found))
+
+
+# Peers.
+
+
+def peers(report: ReportData, ours: str) -> list[dict[str, Any]]:
+    """Describe each peer: the fastest first, then those whose outputs differ, then absent ones."""
+    return sorted(
+        (_peer_row(report, peer, ours) for peer in report.peers), key=lambda row: (row["rank"], row["median_ns"])
+    )
+
+
+def best_peers(report: ReportData) -> list[str]:
+    """Name the fastest peer whose outputs are not wrong, and those that are not decidedly slower."""
+    right = (peer.name for peer in report.peers if not (peer.check and peer.check.differs))
+    return not_slower({name: taken for name in right if (taken := report.measurement(name))})
+
+
+def unshown(report: ReportData, name: str) -> str:
+    """Return what to add to the name of a peer whose outputs were not shown to be eager's; else empty."""
+    doubtful = any(peer.name == name and not (peer.check and peer.check.passed) for peer in report.peers)
+    return ", whose outputs were not shown to be eager's" if doubtful else ""
+
+
+def _peer_row(report: ReportData, peer: PeerResult, ours: str) -> dict[str, Any]:
+    taken = report.measurement(peer.name)
+    wrong = peer.check is not None and peer.check.differs
+    over = report.ratio(ours, peer.name) if taken and ours else None
+    return {
+        "name": peer.name,
+        "median": format_ns(taken.median_ns) if taken else "",
+        "median_ns": taken.median_ns if taken else 0.0,
+        "stable": taken is None or taken.stable,
+        "ratio": None if wrong else ratio_cell(report, over),
+        "prepare": format_ns(peer.prepare_s * 1e9) if peer.prepare_s else "",
+        "outputs": _outputs(peer),
+        "equal": peer.check is not None and peer.check.passed,
+        "wrong": wrong,
+        "outcome": _outcome(peer, over, measured=taken is not None),
+        "note": peer.note,
+        "rank": 2 if taken is None else int(wrong),
+    }
+
+
+def _outputs(peer: PeerResult) -> str:
+    if peer.check is None:
+        return "not compared"
+    error = error_text(peer.check.error)
+    return f"equal ({error})" if peer.check.passed else f"DIFFER ({error})" if peer.check.differs else "not shown"
+
+
+def _outcome(peer: PeerResult, over: Ratio | None, *, measured: bool) -> str:
+    if not measured:
+        return peer.note or "not measured"
+    if peer.check is not None and peer.check.differs:
+        return "its outputs differ from eager's: its time does not count"
+    if over is None:
+        return "nothing of ours to compare with"
+    return ratio_sentence("ours", over, "it")

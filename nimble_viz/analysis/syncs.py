@@ -39,10 +39,7 @@ _HINTS = (
 
 
 def promise(plan: Schedule) -> dict[str, Any] | None:
-    """Say whether the captured graph holds the promised waits; None if the graph was not read.
-
-    ``"emitted as promised: |E'| - |M| = 412 - 310 = 102"``. A plan that promises no minimum should hold its own waits.
-    """
+    """Say whether the captured graph holds the promised waits, else the planned ones; None if it was not read."""
     emitted = plan.counts.emitted
     if emitted is None:
         return None

@@ -27,11 +27,10 @@ _LONGEST_GAPS = 8
 
 
 def timelines(report: ReportData) -> list[dict[str, Any]]:
-    """Describe each timeline, eager first.
+    """Describe each timeline, eager first; spans and gaps are columns, whole ns from that run's first start.
 
-    Spans and gaps are columns, whole nanoseconds from that run's first start. ``idle`` is ``device_idle``, of a lane
-    that of the lane alone. ``marks`` are what to doubt, in words. A replay that failed its self-check has no gaps:
-    where kernels are missing, nothing can be said about the time between them.
+    A replay that failed its self-check has no gaps: where kernels are missing, nothing can be said about the time
+    between them.
     """
     return [_shown(report, line) for line in sorted(report.timelines, key=lambda line: line.run != "eager")]
 
@@ -87,10 +86,7 @@ def _span_columns(report: ReportData, line: Timeline, order: Sequence[int]) -> d
 
 
 def axis_note(report: ReportData) -> str:
-    """Say what may be compared along the axis: which clocks timed the runs, and what is simulated.
-
-    Empty where there is no timeline.
-    """
+    """Say what may be compared along the axis: clocks, and what is simulated; empty without a timeline."""
     measured = [line for line in report.timelines if line.source == "measured"]
     if not report.timelines:
         return ""
@@ -176,10 +172,7 @@ def _marks(report: ReportData, line: Timeline) -> list[str]:
 
 
 def _distortion_words(report: ReportData, line: Timeline) -> str:
-    """Say how the profiled run's length differs, and whether the calls as drawn do.
-
-    Empty if not distorted.
-    """
+    """Say how the profiled run's length differs, and whether the calls as drawn do; empty if not distorted."""
     if not distorted(report, line):
         return ""
     factor = about(format_ratio(distortion(line)), doubt_of(report.measurement(line.run)))
@@ -224,10 +217,7 @@ def _lost(report: ReportData, line: Timeline, found: list[Gap]) -> list[dict[str
 
 
 def _gap_columns(found: list[Gap], spans: list[Span]) -> dict[str, list[int]]:
-    """Return gaps before calls as columns; one lasts from the end of what ran before ``span`` on its lane.
-
-    Of that, ``launch`` and ``wait`` are known by themselves; what is left: nothing was ready.
-    """
+    """Return gaps before calls as columns; what is neither ``launch`` nor ``wait`` of one: nothing was ready."""
     place = {(span.lane, span.start_ns, span.call): at for at, span in reversed(list(enumerate(spans)))}
     shown = [gap for gap in found if gap.call is not None]
     return {

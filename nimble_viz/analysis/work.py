@@ -48,20 +48,14 @@ class CallWork:
 
 
 def call_bytes(call: Call) -> tuple[int, int]:
-    """Count the bytes that a call reads and writes; repeated windows and elements (stride 0) count once.
-
-    What looks rows up in a table reads no more of it than it writes.
-    """
+    """Count the bytes that a call reads and writes: elements once (stride 0), of a table no more than it writes."""
     written = sum(map(_nbytes, set(call.writes)))
     read = [_nbytes(ref) for ref in set(call.reads)]
     return sum(min(nbytes, written) for nbytes in read) if call.label in _LOOKUPS else sum(read), written
 
 
 def launches(report: ReportData) -> list[Launch | None]:
-    """Return how each of ``report.costs.kernels`` fills the GPU.
-
-    None for copies, and where it is not known.
-    """
+    """Return how each of ``report.costs.kernels`` fills the GPU; None for copies, and where it is not known."""
     held = report.work.processors if report.work else None
     return [launch_of(kernel, held) if held else None for kernel in report.costs.kernels]
 

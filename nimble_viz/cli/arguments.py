@@ -1,8 +1,4 @@
-"""Parse the arguments of ``%nimble`` and ``%%nimble``, made from the API's own declarations.
-
-Flags are the fields of ``Options`` and ``Counts`` and the keywords of ``compare``, with their defaults and docstrings.
-An argument ends at a space outside of brackets and quotes, so that Python needs no quotes around it.
-"""
+"""Flags made from the API's own declarations, and the parsers of ``%nimble`` and ``%%nimble``."""
 
 from __future__ import annotations
 
@@ -11,15 +7,20 @@ import ast
 import inspect
 import re
 import sys
+import typing
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import fields
 from keyword import iskeyword
 from typing import Any, NoReturn
 
+from nimble_core.scheduling.options import Options
 from nimble_core.scheduling.policies import POLICIES
 from nimble_core.utils.errors import InputError
-from nimble_viz.cli.flags import add_options, argument_help
 
-__all__ = ["Expression", "Parser", "comparing", "complete", "keywords", "profiling", "split"]
+__all__ = [
+    "Expression", "Parser", "add_options", "argument_help", "comparing", "complete", "keywords", "option_values",
+    "profiling", "split",
+]  # fmt: skip
 
 _BRACKETS = {")": "(", "]": "[", "}": "{"}
 _ELSEWHERE = {"kwargs", "options"}
@@ -185,11 +186,7 @@ def _name(text: str) -> str:
 
 
 def complete(parser: Parser, before: str) -> tuple[str, list[str]]:
-    """Return the end of ``before`` that a completion replaces, and what may replace it.
-
-    Args:
-        parser: the magic's.
-        before: the line from after the magic's name to the cursor.
+    """Return the end of ``before`` (from the magic's name to the cursor) that a completion replaces, and what may.
 
     >>> complete(comparing(), " model x --fuse a")
     ('a', ['auto'])
@@ -223,3 +220,54 @@ def _values(action: argparse.Action) -> tuple[str, ...]:
 
         return peer_names()
     return ()
+
+
+# Flags of a dataclass.
+
+
+def add_options(group: Any, kind: type[Any] = Options) -> None:
+    """Add a flag for each field of the dataclass ``kind``, with its name, type, choices, default and help.
+
+    >>> parser = argparse.ArgumentParser(prog="demo")
+    >>> add_options(parser)
+    >>> parser.parse_args(["--max-streams", "4"]).max_streams
+    4
+    """
+    hints = typing.get_type_hints(kind)
+    helps = argument_help(kind.__doc__ or "")
+    for field in fields(kind):
+        hint = hints[field.name]
+        flag = "--" + field.name.replace("_", "-")
+        text = f"{helps[field.name].rstrip('.')} (default: {field.default})".replace("%", "%%")
+        members = typing.get_args(hint)
+        if hint is bool:
+            action = argparse.BooleanOptionalAction
+            group.add_argument(flag, action=action, default=field.default, help=text)
+        elif typing.get_origin(hint) is typing.Literal:
+            group.add_argument(flag, choices=members, default=field.default, help=text)
+        elif type(None) in members:
+            parse = _optional(next(one for one in members if one is not type(None)))
+            group.add_argument(flag, type=parse, default=field.default, help=text, metavar="N")
+        else:
+            parse = hint if hint in (int, float) else str
+            metavar = "X" if hint in (int, float) else "NAME"
+            group.add_argument(flag, type=parse, default=field.default, help=text, metavar=metavar)
+
+
+def option_values(given: argparse.Namespace, kind: type[Any] = Options) -> dict[str, Any]:
+    """Return what was given for the fields of ``kind``, by name."""
+    return {field.name: getattr(given, field.name) for field in fields(kind)}
+
+
+def _optional(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    def number(text: str) -> Any:
+        return None if text.lower() == "none" else kind(text)
+
+    return number
+
+
+def argument_help(doc: str) -> dict[str, str]:
+    """Return ``{argument: text}`` from the ``Args:`` section of a docstring."""
+    section = re.split(r"^(?=\S)", inspect.cleandoc(doc).partition("Args:\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
+    found = re.findall(r"^    (\w+): (.+?)(?=^    \w+: |\Z)", section, re.DOTALL | re.MULTILINE)
+    return {name: " ".join(text.replace("``", "").split()) for name, text in found}

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 from nimble_core.scheduling.options import Options
 from nimble_core.utils.errors import CaptureError, InputError, NimbleError, ReportFileError
 from nimble_viz.analysis.labels import visible
+from nimble_viz.cli.arguments import add_options, option_values
 from nimble_viz.cli.factory import TRAINING_FACTORY, made_by
-from nimble_viz.cli.flags import add_options, option_values
 from nimble_viz.collect.sampler import Counts
 
 if TYPE_CHECKING:
@@ -274,10 +274,7 @@ def _print(content: Report | Difference | Gate | Diagnosis) -> None:
 
 
 def _say(content: str) -> None:
-    """Write to standard output and flush it: an error at exit could not be handled.
-
-    A reader that has had enough (head, less) is no error, and the exit code stays what was found out.
-    """
+    """Write to standard output and flush it; a reader that has had enough (head, less) is no error."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show µ shows ?
     try:

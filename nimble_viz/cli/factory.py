@@ -28,14 +28,10 @@ TRAINING_FACTORY = (
 
 
 def load_factory(spec: str) -> Callable[[], Any]:
-    """Return the callable that ``MODULE:FACTORY`` names.
+    """Return the callable that ``MODULE:FACTORY`` names; raise InputError if there is none.
 
-    Args:
-        spec: ``MODULE`` is a module's name, or the path of a ``.py`` file, whose folder is then put first on the path.
-
-    Raises:
-        InputError: not of that form, no such module, or nothing callable of that name in it. Errors inside the module
-            are the user's and propagate.
+    ``MODULE`` is a module's name, or the path of a ``.py`` file, whose folder is then put first on the path. Errors
+    inside the module are the user's and propagate.
     """
     place, colon, name = spec.rpartition(":")
     if not colon or not place or not name:
@@ -82,11 +78,7 @@ def _from_name(name: str) -> types.ModuleType:
 
 
 def made_by(spec: str, training: bool = False) -> tuple[Any, tuple[Any, ...], dict[str, Any], dict[str, Any]]:
-    """Call a factory: the model, positional and keyword inputs, and keywords of ``compare`` for training.
-
-    Raises:
-        InputError: no such factory, or it gives something else.
-    """
+    """Call a factory: the model, positional and keyword inputs, and keywords of ``compare``; or raise InputError."""
     made = load_factory(spec)()
     match made:
         case {"model": model, **rest} if rest.keys() <= {"args", "kwargs", *TRAINING}:

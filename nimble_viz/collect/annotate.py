@@ -97,11 +97,7 @@ class Annotation:
         return 0 if self.check.passed else 1
 
     def rows(self) -> Iterator[Row]:
-        """Yield every kernel, copy and fill of every whole replay, in ``COLUMNS``; times in nanoseconds.
-
-        ``replay`` counts from 0. ``call``, ``operator``, ``module``, ``phase`` and ``stream`` (the planned one) are the
-        report's, None or empty where no call explains the row.
-        """
+        """Yield every kernel, copy and fill of every whole replay, in ``COLUMNS``; nanoseconds, None for no call."""
         calls, schedule = self.report.program.calls, _schedule(self.report, self.run)
         for number, replay in enumerate(self.joined.replays):
             for node, ran in zip(replay.nodes, replay.activities, strict=True):
@@ -224,13 +220,7 @@ Way = Literal["capture ranges", "graph node ids"]
 class Expected:
     """What a replay of a plan runs, as far as a report knows it.
 
-    Args:
-        schedule: the plan.
-        capture: name of the NVTX range around its capture.
-        replay: name of the NVTX range around each replay.
-        calls: name of the NVTX range of each call, by index.
-        kernels: ``(kind, name, call)`` of each node whose kernel is known; names are short, as in a timeline.
-        places: position in ``kernels`` by place in the graph; empty if unknown.
+    Nodes whose kernel is known are ``(kind, short name, call)``; ``places`` are positions in them by place in it.
     """
 
     schedule: Schedule
@@ -243,18 +233,10 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """The replays of one graph, node by node.
+    """The replays of one graph that ran the same nodes as most (``partial`` did not), node by node.
 
-    Args:
-        way: how nodes were told.
-        told: activities by node, and the self-check.
-        raw: the nodes.
-        places: position in ``raw`` by graph node id, all 64 bits, of the nodes that were told.
-        replays: those that ran the same nodes as most.
-        partial: how many did not: the profile began or ended during them, or lost some of their kernels.
-        missing: kernels of the report that no node of the graph ran, with how many.
-        strangers: kernels of the graph that belong to no call, with how many in each replay.
-        rivals: other graphs in the profile that fit as well.
+    ``places`` are positions in ``raw`` of the nodes that were told, by whole id. ``missing`` are kernels of the report
+    that no node ran, ``strangers`` those of no call in each replay, ``rivals`` other graphs that fit as well.
     """
 
     way: Way

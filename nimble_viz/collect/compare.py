@@ -1,9 +1,4 @@
-"""``compare``: from a model and its inputs to a Report.
-
-Eager, one-stream replay and multi-stream replay are measured in turn on the same inputs. The plans are checked against
-eager on fresh ones, the eager run is profiled, and the replays are watched kernel by kernel. A training step goes the
-same way, as one module of inputs and targets.
-"""
+"""``compare``: from a model and its inputs to a Report; a training step is one module of inputs and targets."""
 
 from __future__ import annotations
 
@@ -75,27 +70,6 @@ def compare(
         InputError: a wrong argument, or mixed devices. NotStaticError: two runs of the model differ.
         CaptureError: a call that cannot be captured. DeviceError: out of memory.
     """
-    refuse_unknown(compare, unknown)
-    pass_over_machinery()  # a model without code of its own comes from the line that compares
-    step = {"target": target, "loss_fn": loss_fn, "optimizer": optimizer, "autocast": autocast}
-    step |= {"scaler": scaler, "clip_grad_norm": clip_grad_norm}
-    _require_training(training, step, accumulate)
-    _require_runner(device, progress)
-    options = Options() if options is None else options
-    run = _comparison(model, args, kwargs, step if training else None, against, options, device)
-    return _measured(run, progress)
-
-
-def _comparison(
-    model: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None,
-    step: Mapping[str, Any] | None,
-    against: str | Iterable[str | Peer],
-    options: Options,
-    device: Device | None,
-) -> Comparison:
-    """Check the arguments, and put together what is to be compared."""
     from nimble_core.api.call_mistakes import mistakes_explained
     from nimble_core.autotune.capture_pipeline import device_for
     from nimble_core.tracing.recorded import check_inputs
@@ -104,20 +78,27 @@ def _comparison(
     from nimble_viz.collect.peers import resolve_peers
     from nimble_viz.collect.runs import EagerRuns
 
+    refuse_unknown(compare, unknown)
+    pass_over_machinery()  # a model without code of its own comes from the line that compares
+    step = {"target": target, "loss_fn": loss_fn, "optimizer": optimizer, "autocast": autocast}
+    step |= {"scaler": scaler, "clip_grad_norm": clip_grad_norm}
+    _require_training(training, step, accumulate)
+    _require_runner(device, progress)
     peers = resolve_peers(against) if against else ()
+    options = Options() if options is None else options
     require_options(options)
     if not isinstance(kwargs or {}, Mapping):
         raise InputError(f"kwargs is a {type(kwargs).__name__}", fix="a dict of the model's keyword inputs")
     named = dict(kwargs or {})
-    training: Training | None = None
-    if step is not None:
+    stepping: Training | None = None
+    if training:
         check_inputs(model, args, named)
-        training = Training(model, args, named, **step)
-        model, args, named = training.whole, training.arguments, {}
+        stepping = Training(model, args, named, **step)
+        model, args, named = stepping.whole, stepping.arguments, {}
     with mistakes_explained(args, named):
         signature = check_inputs(model, args, named)
-    eager = EagerRuns(model, args, named, training)
-    return Comparison(eager, signature, device or device_for(signature.device), options, peers)
+    eager = EagerRuns(model, args, named, stepping)
+    return _measured(Comparison(eager, signature, device or device_for(signature.device), options, peers), progress)
 
 
 def _measured(run: Comparison, progress: Progress | None) -> Report:

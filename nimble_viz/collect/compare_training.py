@@ -1,7 +1,6 @@
 """The training step that ``compare`` measures, as users write it, as peers run it, and as one module.
 
-Every run trains for real, on the user's own parameters and with copies of the user's optimizer. The caller puts the
-parameters back (``state_kept``), and ``Training.gradients_kept`` the gradients.
+Every run trains for real: the caller puts parameters (``state_kept``) and gradients (``gradients_kept``) back.
 """
 
 from __future__ import annotations
@@ -16,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nimble_core.api.train_step import require_arguments
 from nimble_core.ir.program import Phase
+from nimble_core.scheduling.options import Options
 from nimble_core.torch_compat.dispatch import foreach_copy_
 from nimble_core.tracing.provenance import pass_over
 from nimble_core.tracing.pytree import builder, flatten
@@ -26,7 +27,7 @@ from nimble_core.tracing.side_effects import preserved
 from nimble_core.tracing.signature import take_apart
 from nimble_core.tracing.step_wrapper import require_training_mode
 from nimble_core.tracing.strides import with_strides_of
-from nimble_core.training.loss_checks import require_no_class, require_no_target
+from nimble_core.training.loss_checks import require_no_target
 from nimble_core.training.optimizer import CapturedOptimizer
 from nimble_core.training.whole_step import WholeStep
 from nimble_core.utils.errors import InputError
@@ -44,7 +45,6 @@ pass_over(str(Path(__file__).parents[1]))  # a step's loss and update are writte
 
 _UPDATE_TOLERANCE = 1e-3
 _UPDATE_ROUNDINGS = 2
-_HALVES = (torch.bfloat16, torch.float16)
 
 Mark = Callable[[Phase], AbstractContextManager[Any]]
 
@@ -60,8 +60,6 @@ def _unmarked(_: Phase) -> AbstractContextManager[Any]:
 
 class TrainingRun:
     """One training step as users write it: zeroed gradients, forward, loss, backward, update.
-
-    Called with ``(inputs, targets)`` it returns what ``WholeStep`` does: loss, output, gradients by parameter name.
 
     ``forward`` is the model, or what a peer made of it, and ``trained`` are the parameters that it reads. The optimizer
     is the run's own, and so is the scaler, around a scale that runs may share.
@@ -163,21 +161,19 @@ class Training:
         scaler: torch.amp.GradScaler | None = None,
         clip_grad_norm: float | None = None,
     ) -> None:
-        if not isinstance(model, torch.nn.Module):
-            raise InputError(f"model is a {type(model).__name__}, not a torch.nn.Module", fix="pass a module to train")
-        require_training_mode(model)
-        if not callable(loss_fn):
+        if loss_fn is None:
             raise InputError(
-                "training needs a loss" if loss_fn is None else f"loss_fn is a {type(loss_fn).__name__}",
+                "training needs a loss",
                 fix="loss_fn=a function or module of (output, target); a model that returns its loss: "
                 "loss_fn=lambda output: output.loss",
             )
-        require_no_class(loss_fn)
+        require_arguments(model, loss_fn, Options(), autocast, scaler, clip_grad_norm, 1)
+        require_training_mode(model)
         if target is None:
             require_no_target(loss_fn, "target=...")
         if not any(one.requires_grad for one in model.parameters()):
             raise InputError("no parameter of the model requires a gradient", fix="unfreeze some, or training=False")
-        _require_step_options(model, optimizer, autocast, scaler, clip_grad_norm)
+        _require_step_options(model, optimizer, scaler, clip_grad_norm)
         device = next(model.parameters()).device
         self.model, self.loss_fn = model, loss_fn
         self.autocast, self.clip_grad_norm = autocast, clip_grad_norm
@@ -359,13 +355,7 @@ class Training:
         return f"the update of {where} is not what the optimizer makes of its gradient" if where else ""
 
 
-def _require_step_options(
-    model: torch.nn.Module, optimizer: Any, autocast: Any, scaler: Any, clip_grad_norm: Any
-) -> None:
-    if autocast is not None and autocast not in _HALVES:
-        raise InputError(f"autocast={autocast!r} is no type to cast to", fix="torch.bfloat16, torch.float16 or None")
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise InputError(f"the scaler is a {type(scaler).__name__}", fix="pass a torch.amp.GradScaler, or None")
+def _require_step_options(model: torch.nn.Module, optimizer: Any, scaler: Any, clip_grad_norm: Any) -> None:
     trained = ((name, one) for name, one in model.named_parameters() if one.requires_grad)
     half = next((name for name, one in trained if one.dtype == torch.float16), "")
     if half and scaler is not None and scaler.is_enabled():
@@ -373,9 +363,6 @@ def _require_step_options(
             f"{half} is float16, whose gradients a torch.amp.GradScaler does not unscale",
             fix="keep weights in float32, with autocast=torch.float16",
         )
-    number = isinstance(clip_grad_norm, int | float) and not isinstance(clip_grad_norm, bool)
-    if clip_grad_norm is not None and not (number and clip_grad_norm > 0):
-        raise InputError(f"clip_grad_norm={clip_grad_norm!r} is not a positive number", fix="a norm, or None")
     held = [id(one) for group in getattr(optimizer, "param_groups", ()) for one in group["params"]]
     if held and {id(one) for one in model.parameters()}.isdisjoint(held):
         raise InputError(

@@ -1,8 +1,7 @@
 """``diagnose``: find everything that keeps a model from being prepared, at once.
 
-A preparation stops at the first call it refuses. Here the model runs live, each refusal is noted, and the run goes on
-with eager's values. A second run on other values finds what other branches do. Only if neither found anything is the
-model recorded as a preparation records it.
+The model runs live, twice, and goes on with eager's values where a preparation would stop. Only if neither run found
+anything is it recorded as a preparation records it.
 """
 
 from __future__ import annotations

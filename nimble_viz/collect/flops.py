@@ -199,16 +199,11 @@ def call_flops(recording: Recording) -> tuple[tuple[int | None, bool], ...]:
 def shared_flops(
     program: Program, own: Sequence[tuple[int | None, bool]], eager: Sequence[int | None]
 ) -> tuple[int | None, ...]:
-    """Count FLOPs of calls that stand for eager calls.
+    """Count FLOPs of calls that stand for eager calls; ``own`` also says whether a call's are a product's.
 
     A call whose operator is known does what that operator does. Any other does what the eager calls that it stands for
     do, except products that a call of the first kind does for them. Kernels that stand for the same eager call share
     its operations equally.
-
-    Args:
-        program: the calls.
-        own: of each call, FLOPs where its operator says, and whether they are a product's.
-        eager: of each eager call.
     """
     done = {one for call, (_, product) in zip(program.calls, own, strict=True) if product for one in call.eager}
     sharers: dict[int, int] = {}

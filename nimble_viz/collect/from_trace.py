@@ -17,7 +17,7 @@ from nimble_core.ir.environment import Environment
 from nimble_core.ir.measurement import Measurement
 from nimble_core.ir.program import Call, Origin, Phase, Program
 from nimble_core.utils.errors import InputError
-from nimble_viz.collect.intervals import covers, union
+from nimble_viz.analysis.intervals import covers, union
 from nimble_viz.collect.iterations import one_iteration
 from nimble_viz.collect.matched_trace import Forest, MatchedTrace, eager_timeline, match_positions
 from nimble_viz.collect.overhead import iteration_bound, overhead_profile
@@ -96,21 +96,10 @@ def make_report(
     origins: Sequence[Origin] = (),
     warnings: Sequence[str] = (),
 ) -> Report:
-    """Make a Report of what was recorded.
+    """Make a Report of what was recorded; raise ReportFileError if no operator ran.
 
-    Args:
-        recording: what the profiler saw.
-        where: the machine.
-        subject: what was profiled.
-        iteration: what lies between two ticks, in words.
-        seen: iterations that went by.
-        timed: iterations without the profiler.
-        loader_ns: median wait for the data loader in those; -1 if not timed.
-        origins: what one further iteration dispatched, in order, and where from.
-        warnings: what the reader should know.
-
-    Raises:
-        ReportFileError: no operator ran.
+    ``timed`` are iterations without the profiler, ``loader_ns`` the wait in those (-1: not timed), and ``origins`` what
+    one further iteration dispatched, in order. All else is as ``Sampling`` says.
     """
     trace, found = one_iteration(recording, iteration)
     what = observed(trace, recording.frames, origins, recording.backward_of)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from nimble_core.ir.program import Program
-from nimble_viz.collect.intervals import covers, union
+from nimble_viz.analysis.intervals import covers, union
 from nimble_viz.collect.matched_trace import Forest, MatchedTrace
 from nimble_viz.report.data import HostSync, Stage
 from nimble_viz.traces.events import PRINT, RuntimeEvent, Trace, is_launch, is_synchronisation
@@ -31,11 +31,7 @@ _DATA_DEPENDENT = (
 
 
 def host_syncs(matched: MatchedTrace) -> tuple[HostSync, ...]:
-    """Return host synchronisations by kind and place, the longest first.
-
-    No event says which source line they came from. The origin of the call under way is given instead, or of the last
-    call before.
-    """
+    """Return host synchronisations by kind and place, the longest first; the place is the call's around or before."""
     program, trace, forest, matches = matched.program, matched.trace, matched.forest, matched.matches
     starts = [forest.events[event].start_ns for _, event in matches]
     phases = sorted(trace.phases, key=lambda one: one[1])
@@ -78,10 +74,7 @@ def _waits(trace: Trace, forest: Forest) -> Iterator[tuple[int, int, str]]:
 
 
 def _reads_on_gpu(trace: Trace, forest: Forest) -> Iterator[tuple[int, int, int, str]]:
-    """Yield ``(start, end, time waited, kind)`` of operators in which the host waited.
-
-    What is read may lie on the host, as the step of Adam does: then nothing waits.
-    """
+    """Yield ``(start, end, waited, kind)`` of operators in which the host waited: not where the value was there."""
     waited = [(event.start_ns, event.end_ns) for event in _runtime_waits(trace)]
     for start, end, kind in _outermost(forest, (PRINT, *_HOST_READS, *_DATA_DEPENDENT)):
         lasted = _lengths_within(waited, start, end)

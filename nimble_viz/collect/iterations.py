@@ -10,7 +10,7 @@ from itertools import pairwise
 from statistics import median
 
 from nimble_core.utils.errors import ReportFileError
-from nimble_viz.collect.intervals import covers, union
+from nimble_viz.analysis.intervals import covers, union
 from nimble_viz.report.data import Stage
 from nimble_viz.traces.chrome import Recording
 from nimble_viz.traces.events import (
@@ -46,13 +46,7 @@ _TRIVIAL = ("aten::as_strided", "aten::view", "aten::transpose", "aten::expand",
 
 @dataclass(frozen=True, slots=True)
 class Iterations:
-    """How the iterations of a recording were found.
-
-    Args:
-        what: what one is, in words.
-        windows: ``(start, end)`` of each, nanoseconds, in order.
-        chosen: which one is shown.
-    """
+    """How the iterations of a recording were found: in words, their ``(start, end)`` in ns, and which is shown."""
 
     what: str
     windows: tuple[tuple[int, int], ...]

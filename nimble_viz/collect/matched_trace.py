@@ -56,14 +56,9 @@ class Forest:
 
 @dataclass(frozen=True, slots=True)
 class MatchedTrace:
-    """A profiled iteration, and which of its operators are calls.
+    """An iteration, and its operators that are calls: ``matches`` are ``(call, place in the forest)``, increasing.
 
-    Args:
-        program: the calls.
-        trace: the iteration.
-        forest: its operators, nested.
-        matches: ``(call, position in the forest)``, both increasing.
-        cuts: end of each matched call's host time: that of the outermost operator around it that holds no later call.
+    ``cuts`` end each one's host time: with the outermost operator around it that holds no later call.
     """
 
     program: Program
@@ -145,9 +140,8 @@ def _cuts(trace: Trace, forest: Forest, matches: Sequence[tuple[int, int]]) -> t
 def eager_timeline(matched: MatchedTrace, overhead: OverheadProfile) -> Timeline:
     """Draw the profiled iteration: one lane per host thread that issued operators, one per GPU stream.
 
-    A host lane shows the operators that are calls, and the outermost operators that hold no call. What is inside either
-    is left out, so spans of a lane do not overlap. Waiting for the data loader is a span too. Times count from the
-    start of the iteration.
+    A host lane shows the operators that are calls, and the outermost operators that hold no call, so its spans do not
+    overlap. Times count from the start of the iteration.
     """
     trace = matched.trace
     threads = sorted({event.thread for event in trace.operators})

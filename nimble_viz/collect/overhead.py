@@ -1,9 +1,4 @@
-"""Split the host time of an eager iteration over its calls.
-
-Pure but for ``measure_overhead``, which profiles. ``MatchedTrace`` finds each call of the Program among the profiled
-operators; ``overhead_profile`` cuts the iteration at the ends of the matched calls and says of every nanosecond what
-the host was doing.
-"""
+"""Split the host time of an eager iteration over its calls; pure but for ``measure_overhead``, which profiles."""
 
 from __future__ import annotations
 
@@ -17,8 +12,8 @@ from typing import Literal
 from nimble_core.ir.program import Program
 from nimble_core.ir.timeline import Timeline
 from nimble_core.utils.units import format_ns, format_percent
+from nimble_viz.analysis.intervals import covers, union
 from nimble_viz.collect.host_syncs import blocking_copies, host_syncs
-from nimble_viz.collect.intervals import covers, union
 from nimble_viz.collect.matched_trace import Forest, MatchedTrace, eager_timeline
 from nimble_viz.report.data import INPUT, STAGES, Bound, CallOverhead, DeviceIdle, OverheadProfile, PhaseOverhead
 from nimble_viz.traces.events import PRINT, Trace, is_launch, is_synchronisation
@@ -270,10 +265,7 @@ def _work_inside(trace: Trace, forest: Forest, inside: Sequence[tuple[int, int]]
 
 
 def _work(forest: Forest, event: int, floor_ns: float) -> int:
-    """Sum the self time above the floor of an operator and those inside it, in nanoseconds.
-
-    Allocations are left out, and autograd's own nodes.
-    """
+    """Sum the self time above the floor of an operator and those inside it, ns, without allocations and autograd."""
     own = {i: forest.events[i].end_ns - forest.events[i].start_ns for i in range(event, forest.ends[event])}
     for i in range(event + 1, forest.ends[event]):
         own[forest.parents[i]] -= forest.events[i].end_ns - forest.events[i].start_ns
@@ -339,10 +331,7 @@ def _source(trace: Trace) -> str:
 
 
 def device_idle(trace: Trace) -> DeviceIdle:
-    """Say why the device idled: each gap between its busy stretches, by what ended it. O(n log n).
-
-    docs/profiling.md defines the causes. The usual latency is the median over launches that found the device idle.
-    """
+    """Say why the device idled, as docs/profiling.md defines it: each gap by what ended it. O(n log n)."""
     launched = {event.correlation: event.start_ns for event in trace.runtime if event.correlation}
     inside = [kernel for kernel in trace.kernels if kernel.end_ns > trace.start_ns and kernel.start_ns < trace.end_ns]
     gaps: list[tuple[int, int, int | None]] = []  # start, end, launch of what ended it
@@ -371,10 +360,7 @@ def device_idle(trace: Trace) -> DeviceIdle:
 
 
 def iteration_bound(trace: Trace, profile: OverheadProfile) -> Bound:
-    """Say what the wall time went to: waiting for input, work of the device, or the host's overhead.
-
-    Each nanosecond counts once, as docs/profiling.md defines it. O(n log n).
-    """
+    """Say what the wall time went to, as docs/profiling.md defines it, each nanosecond once. O(n log n)."""
     spans = union([(start, end) for name, start, end in trace.phases if name in INPUT])
     feeding = sum(end - start for start, end in spans)
     if trace.device == "cpu":

@@ -1,8 +1,7 @@
 """Peers: other ways to run a model, for ``compare(..., against=[...])`` and benchmarks.
 
-A peer is anything with a ``name`` and a ``prepare`` that maps a model to something called like the model. The built-in
-ones leave nothing behind: they work on a copy of the modules around the same weights, compile under code of their own,
-and change settings only while they run.
+The built-in ones leave nothing behind: they work on a copy of the modules around the same weights, compile under code
+of their own, and change settings only while they run.
 """
 
 from __future__ import annotations
@@ -145,10 +144,7 @@ def close(run: Run | None) -> None:
 
 
 def twin_of(model: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy the modules around the same memory, so that marks left on modules and tensors go with the copy.
-
-    A function is returned as it is.
-    """
+    """Copy modules (no function) around the same memory, so that marks left on them and tensors go with the copy."""
     if not isinstance(model, torch.nn.Module):
         return model
     memo: dict[int, Any] = {}
@@ -268,13 +264,7 @@ class _Compile:
 
 
 class _Compiled:
-    """A model compiled by Inductor under code of its own, which can be forgotten alone.
-
-    Args:
-        model: what to compile.
-        options: Inductor's.
-        use: runs it as it will be run, which compiles it.
-    """
+    """A model compiled by Inductor under code of its own, which can be forgotten alone; ``use`` compiles it."""
 
     def __init__(self, model: Callable[..., Any], options: dict[str, Any], use: Callable[[Run], object]) -> None:
         input_codes, counters = INPUT_CODES.require(), COUNTERS.require()

@@ -1,7 +1,4 @@
-"""``plan``: the operator graph, streams and synchronisations of a model, without running a kernel.
-
-The model sees fake tensors on a target device that need not be there. The Report has no measurements.
-"""
+"""``plan``: the operator graph, streams and synchronisations of a model, on fake tensors: no kernel runs."""
 
 from __future__ import annotations
 
@@ -101,7 +98,7 @@ def _report(
     recorded: Recorded, device: torch.device, options: Options, progress: Progress, warnings: tuple[str, ...]
 ) -> Report:
     from nimble_core.autotune.capture_pipeline import schedule_by
-    from nimble_viz.collect.findings import dtype_of, name_of
+    from nimble_viz.collect.comparison import dtype_of, name_of
     from nimble_viz.collect.flops import count_work
 
     graph, tensors = recorded.graph, recorded.signature.tensors

@@ -1,9 +1,4 @@
-"""``profile``: where the time goes in a function or a block, as it is.
-
-A long loop is sampled: a few iterations to warm up, a few timed without a profiler, a few profiled, one more to learn
-source lines. Then everything that watched is removed. An iteration is a batch of the data loader, a step of the
-optimizer or a call of the outermost module, whichever is found; or what ``step()`` says.
-"""
+"""``profile``: where the time goes in a function or a block, as it is; of a long loop in a few iterations."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Progress: tell the user what is being done, and keep how long each step took.
-
-``compare`` calls ``step`` and ``advance``; the seconds of the steps become the report's preparation table. The base
-class shows nothing. The clock is injected.
-"""
+"""Progress: tell the user what is being done, and keep how long each step took."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from nimble_viz.report.data import PrepareStep
@@ -26,25 +22,20 @@ _REST_S, _SENDING_S = 1.0, 0.05
 
 @dataclass(slots=True)
 class Step:
-    """A step under way. ``seconds`` is 0 until it ends; steps inside it are not counted twice."""
+    """A step under way; ``inside`` are the seconds of steps inside it, which are not counted twice."""
 
     name: str
     began: float
-    seconds: float = 0.0
-    inside: float = field(default=0.0, repr=False)
+    inside: float = 0.0
 
 
 class Progress:
-    """Times steps and shows nothing, for tests, logs and pipes; a context manager.
-
-    Args:
-        clock: seconds, from any origin.
-    """
+    """Times steps and shows nothing, for tests, logs and pipes; a context manager. ``clock`` returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._open: list[Step] = []
-        self._done: list[Step] = []
+        self._seconds: dict[str, float] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -54,7 +45,7 @@ class Progress:
 
     @contextmanager
     def step(self, name: str) -> Iterator[Step]:
-        """Show ``name`` while the body runs; afterwards ``seconds`` of the step is set.
+        """Show ``name`` while the body runs.
 
         A step that raises is kept too. A step inside another one is listed on its own and taken off the outer one,
         so the steps add up to the time spent.
@@ -67,8 +58,7 @@ class Progress:
         finally:
             self._open.pop()
             took = self._clock() - step.began
-            step.seconds = took - step.inside
-            self._done.append(step)
+            self._seconds[name] = self._seconds.get(name, 0.0) + took - step.inside
             if self._open:
                 self._open[-1].inside += took
                 self._show(self._open[-1].name)
@@ -76,10 +66,7 @@ class Progress:
     @property
     def steps(self) -> tuple[PrepareStep, ...]:
         """The steps that ended, in that order; steps of one name are one, with their seconds added."""
-        seconds: dict[str, float] = {}
-        for step in self._done:
-            seconds[step.name] = seconds.get(step.name, 0.0) + step.seconds
-        return tuple(PrepareStep(name, taken) for name, taken in seconds.items())
+        return tuple(PrepareStep(name, taken) for name, taken in self._seconds.items())
 
     def advance(self, done: int, total: int) -> None:
         """Note that the step under way has done ``done`` of ``total`` pieces."""
@@ -92,12 +79,7 @@ class Progress:
 
 
 class TerminalProgress(Progress):
-    """One line on the terminal that goes away when all is done.
-
-    Args:
-        console: where to draw; standard error if None.
-        clock: seconds, from any origin.
-    """
+    """One line on the terminal (``console``, or standard error) that goes away when all is done."""
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         from rich.console import Console
@@ -133,9 +115,6 @@ class NotebookProgress(Progress):
     """One line of a notebook cell's output, rewritten in place; at the end nothing of it is shown or kept.
 
     Plain HTML by the notebook's own display protocol: a widget would stay behind in the saved notebook.
-
-    Args:
-        clock: seconds, from any origin.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -29,10 +29,7 @@ __all__ = ["EagerRuns", "PeerRuns"]
 
 
 class EagerRuns:
-    """The model and its inputs, ready to run; if ``training`` is given, ``model`` is that whole step.
-
-    ``record`` is to be called before anything is kept. ``without_autograd`` is the mode that eager and peers run in.
-    """
+    """The model (of a training step: the whole step) and its inputs; ``record`` comes before anything is kept."""
 
     def __init__(
         self, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], training: Training | None
@@ -50,11 +47,7 @@ class EagerRuns:
 
     @contextmanager
     def kept(self, watched: int = 2) -> Iterator[None]:
-        """Leave attributes, tensors and random state as they were, whatever runs inside, eager or replayed.
-
-        Args:
-            watched: how many eager runs are watched first; 0 if none follow.
-        """
+        """Leave what runs inside change as it was; ``watched`` eager runs tell before what that is."""
         assert self.recorded is not None
         with preserved(self.model, draws=()) as self._guard, state_kept(self.recorded):
             # Timed runs are not watched: what they write, in whichever branch, has to be known before.
@@ -133,11 +126,7 @@ _REASON_LENGTH = 300
 
 
 class PeerRuns:
-    """The peers of one comparison. An error of one is said in its result, and leaves it out.
-
-    Only what is no ``Exception`` (Ctrl-C) passes through. Attributes that runs change are the caller's to keep. Names
-    that are ``taken`` already are refused.
-    """
+    """The peers of one comparison; an error (no Ctrl-C) of one is said in its result, and leaves it out."""
 
     def __init__(self, eager: EagerRuns, *, synchronize: Callable[[], object], taken: Iterable[str] = ()) -> None:
         assert eager.recorded is not None

@@ -14,13 +14,7 @@ __all__ = ["nearest", "refuse_unknown"]
 
 
 def nearest(name: str, known: Iterable[str], most: int = 1, least: float = 0.6) -> list[str]:
-    """Return the names in ``known`` most similar to ``name``, the most similar first; ties by name.
-
-    Args:
-        name: a name that does not exist.
-        known: names that do.
-        most: how many at most.
-        least: the least similarity, from 0 (anything) to 1.
+    """Return the names in ``known`` most similar to ``name``, from ``least`` (0 to 1) on; ties by name.
 
     >>> nearest("optoins", ["loss_fn", "options"]), nearest("bert", ["net", "bert_large"], most=2, least=0.0)
     (['options'], ['bert_large', 'net'])
@@ -30,10 +24,7 @@ def nearest(name: str, known: Iterable[str], most: int = 1, least: float = 0.6) 
 
 
 def refuse_unknown(function: Callable[..., Any], unknown: Mapping[str, object]) -> None:
-    """Raise InputError for the first of these keywords, with what to write instead.
-
-    It may be misspelt, a field of ``Options``, or an input of the model. ``function`` has ``kwargs`` and ``options``.
-    """
+    """Raise InputError for the first keyword: misspelt, a field of ``Options`` or an input of the model."""
     for name in unknown:
         known = (one.name for one in inspect.signature(function).parameters.values() if one.kind is one.KEYWORD_ONLY)
         near = nearest(name, known)

@@ -29,11 +29,7 @@ __all__ = ["DispatchOrigins", "LoopHooks"]
 
 
 class DispatchOrigins:
-    """Watches from ``begin`` to ``end``, which different functions of the watched code may call.
-
-    Attributes:
-        seen: an origin for each operator, in order.
-    """
+    """Watches from ``begin`` to ``end``; ``seen`` holds an origin for each operator, in order."""
 
     def __init__(self) -> None:
         self.seen: list[Origin] = []
@@ -105,11 +101,7 @@ _Batch = TypeVar("_Batch")
 
 
 class LoopHooks:
-    """Call ``tick`` at each batch of a data loader, step of an optimizer and call of an outermost module.
-
-    ``tick`` is told what kind of iteration begins, and of which loader, optimizer or module; ``waited`` how many
-    nanoseconds a batch took.
-    """
+    """Tell ``tick`` of each batch, optimizer step and call of an outermost module, and ``waited`` a batch's ns."""
 
     def __init__(self, tick: Callable[[Kind, int], None], waited: Callable[[int], None]) -> None:
         self._tick, self._waited = tick, waited

@@ -1,8 +1,4 @@
-"""The DAG as Graphviz source, for papers and other tools; drawn where the ``dot`` program is.
-
-Modules are nested clusters, calls are coloured by stream and say its number, edges are those of the minimum equivalent
-graph. Waits between streams are dashed, what follows from other edges is dotted, the critical path is bold.
-"""
+"""The DAG as Graphviz source, for papers and other tools; drawn where the ``dot`` program is."""
 
 from __future__ import annotations
 
@@ -38,19 +34,7 @@ _LIMIT_S = 120
 
 
 def digraph(report: ReportData, policy: str | None = None, *, transitive: bool = False) -> graphviz.Digraph:
-    """Draw the graph of ``report`` under one of its schedules.
-
-    Args:
-        report: of a comparison or a plan.
-        policy: name of the schedule; None: the one that the verdict is about, the last if that has one stream.
-        transitive: also edges that follow from others.
-
-    Returns:
-        Its ``source`` is DOT text; ``render`` and notebooks' display need the ``dot`` program. O(calls + edges).
-
-    Raises:
-        InputError: no such schedule.
-    """
+    """Draw the graph of ``report`` under one of its schedules, as ``Report.graphviz`` says. O(calls + edges)."""
     import graphviz
 
     schedule = opening_schedule(report) if policy is None else report.schedule(policy)

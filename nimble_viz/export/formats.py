@@ -8,12 +8,10 @@ from typing import Literal, get_args
 
 from nimble_core.utils.errors import InputError
 from nimble_core.utils.files import file_path, write_file
-from nimble_viz.export.chrome import chrome_json
 from nimble_viz.export.dot import DRAWN, write_dot
 from nimble_viz.export.nsys import write_nsys
-from nimble_viz.export.perfetto import perfetto_bytes
 from nimble_viz.export.tables import KINDS, write_table, write_tables
-from nimble_viz.export.trace import make_trace
+from nimble_viz.export.trace import chrome_json, make_trace, perfetto_bytes
 from nimble_viz.report.data import ReportData
 
 __all__ = ["FORMATS", "Format", "export", "format_of"]
@@ -57,21 +55,7 @@ def format_of(path: Path) -> Format:
 
 
 def export(report: ReportData, path: str | os.PathLike[str], format: str | None = None) -> Path:
-    """Write ``report`` to ``path`` in another tool's format.
-
-    Args:
-        report: what to write.
-        path: the file; for ``"csv"`` a folder that gets one file per table, or a file named after one (``calls.csv``).
-        format: ``"perfetto"``, ``"chrome"``, ``"nsys"``, ``"csv"``, ``"dot"`` (the graph as text), ``"svg"``,
-            ``"pdf"`` or ``"png"`` (as a picture); None for the one that ``path`` asks for (``format_of``).
-
-    Returns:
-        ``path``.
-
-    Raises:
-        InputError: no such format or table, no timelines to trace, an empty path, or a package is missing.
-        OSError: it cannot be written.
-    """
+    """Write ``report`` to ``path`` in another tool's format, as ``Report.export`` says."""
     target = file_path(path)
     kind = format_of(target) if format is None else format
     if kind not in FORMATS:

@@ -1,8 +1,4 @@
-"""A report's timelines as NVTX ranges with their measured times, written after the fact, for Nsight Systems.
-
-A CUDA graph is launched as one: while it runs, no range can be pushed around one of its calls. What CUPTI measured of
-each is written here through ``nvtx.writer``, into a report of its own or beside a profile.
-"""
+"""A report's timelines as NVTX ranges with their measured times, written after the fact, for Nsight Systems."""
 
 from __future__ import annotations
 
@@ -59,15 +55,10 @@ def write_nsys(
 
 
 def write_timelines(report: ReportData, session: Any) -> int:
-    """Write every span of the report's timelines to ``session`` as a range; returns how many.
+    """Write every span of the report's timelines to ``session`` as a range; return how many.
 
-    The domain is ``nimble``; each run is a scope that holds one for each of its lanes. A range is named after its
-    call's operator and module, or its kernel; has the call's phase as category (``"host"`` without one), the colour of
-    its stream, and fields ``call`` (-1: none) and ``nbytes``. Times are nanoseconds since the start of the run.
-
-    Args:
-        report: what to write.
-        session: one of ``nvtx.writer`` or ``nsys_writer`` that has begun.
+    ``session`` is one of ``nvtx.writer`` or ``nsys_writer`` that has begun. docs/nsight.md says what a range holds; its
+    call is -1 where it has none. Times are nanoseconds since the start of the run.
     """
     domain = session.get_domain(DOMAIN)
     written = 0
@@ -145,10 +136,8 @@ def _session(name: str, merge: str | os.PathLike[str] | None) -> Any:
     backend = os.environ.get(_BACKEND, "")
     if not backend:
         raise InputError("there is no writer of Nsight Systems reports", fix=_NO_BACKEND)
-    try:
-        from nvtx import writer
-    except ImportError:
-        raise InputError("nvtx is older than 0.2.16", fix="pip install --upgrade nvtx") from None
+    from nvtx import writer
+
     try:
         return writer.Session(name, backend=writer.load_backend(backend))
     except (OSError, writer.WriterError) as error:

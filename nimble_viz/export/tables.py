@@ -90,11 +90,7 @@ def make_table(report: ReportData, kind: str) -> Table:
 
 
 def to_dataframe(report: ReportData, kind: str) -> pandas.DataFrame:
-    """Make one table as a data frame; integers with missing values are ``Int64``, flags ``boolean``.
-
-    Raises:
-        InputError: no such kind, or pandas is not installed.
-    """
+    """Make one table as a data frame, or raise InputError; integers with missing values are ``Int64``."""
     table = make_table(report, kind)
     try:
         import pandas

@@ -1,23 +1,27 @@
-"""The Trace: a Report's timelines as the tracks, slices and flows that trace viewers draw.
-
-``make_trace`` decides everything (which row, which arguments, whole nanoseconds); a writer only spells it.
-"""
+"""A Report's timelines as the tracks, slices and flows that trace viewers draw, and both formats of them."""
 
 from __future__ import annotations
 
+import json
+import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from nimble_core.ir.program import Call
 from nimble_core.ir.timeline import Timeline
+from nimble_core.utils.errors import InputError
 from nimble_core.utils.units import format_ns
 from nimble_viz.analysis.labels import context, label_call, label_run, source_of
 from nimble_viz.analysis.phases import PHASES, span_phases
 from nimble_viz.analysis.timeline import distorted, distortion
 from nimble_viz.report.data import ReportData
 
-__all__ = ["Argument", "Flow", "Process", "Slice", "Trace", "Track", "edges_in_time", "make_trace"]
+__all__ = [
+    "Argument", "Flow", "Process", "Slice", "Trace", "Track", "chrome_json", "edges_in_time", "make_trace",
+    "perfetto_bytes",
+]  # fmt: skip
 
 Value = str | int | float | bool | tuple[int, ...]
 Argument = tuple[str, Value]
@@ -35,14 +39,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """One row of a process. Two slices on it are apart or one holds the other.
-
-    Args:
-        process: index into ``Trace.processes``.
-        name: unique in its process.
-        lane: of the timeline; None for the rows of the whole run (``whole``) and of a step's phases.
-        whole: whether it is the first row, that of the whole run.
-    """
+    """One row of a process; two slices on it are apart or one holds the other. ``whole``: that of the whole run."""
 
     process: int
     name: str
@@ -52,16 +49,7 @@ class Track:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Something that took time.
-
-    Args:
-        track: index into ``Trace.tracks``.
-        start_ns: whole nanoseconds since the run began, 0 or more.
-        end_ns: likewise, never before ``start_ns``.
-        name: kernel or operator.
-        category: phase of the step, ``"host"`` for what is unattributed, ``"run"`` for the whole run.
-        arguments: what a click on it shows.
-    """
+    """Something that took time, in whole ns since the run began; ``category``: phase, ``"host"`` or ``"run"``."""
 
     track: int
     start_ns: int
@@ -73,10 +61,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """An arrow between two ``Trace.slices`` of one process: a wait between streams, or a launch from host to device.
-
-    The target starts after the source does.
-    """
+    """A wait between streams, or a launch from host to device: slices of one process, the target starts later."""
 
     source: int
     target: int
@@ -308,3 +293,182 @@ def _call_arguments(call: Call) -> tuple[Argument, ...]:
 def _text(text: str) -> str:
     """Text that can be written as UTF-8: file names may hold bytes that no character stands for."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+# Chrome trace-event JSON.
+
+
+def chrome_json(trace: Trace) -> str:
+    """Return the trace as one JSON object, which chrome://tracing and ui.perfetto.dev open; ASCII, no NaN.
+
+    Source: "Trace Event Format", the Chromium project.
+    """
+    told = {"traceEvents": list(_chrome_events(trace)), "displayTimeUnit": "ns", "otherData": dict(trace.arguments)}
+    return json.dumps(told, separators=(",", ":"), allow_nan=False)
+
+
+def _chrome_events(trace: Trace) -> Iterator[dict[str, Any]]:
+    """Yield metadata, slices by track, then flows.
+
+    ``pid`` is the process and ``tid`` the track, both from 1.
+
+    ``ts`` and ``dur`` are microseconds, of which every reader gets the whole nanoseconds back. A flow starts and ends
+    with the start of the slices that it joins.
+    """
+    for index, process in enumerate(trace.processes):
+        for name, value in (
+            ("process_name", {"name": process.name}),
+            ("process_labels", {"labels": ", ".join(process.labels)}),
+            ("process_sort_index", {"sort_index": index}),
+        ):
+            yield {"ph": "M", "name": name, "pid": index + 1, "args": value}
+    for index, track in enumerate(trace.tracks):
+        place = {"pid": track.process + 1, "tid": index + 1}
+        yield {"ph": "M", "name": "thread_name", **place, "args": {"name": track.name}}
+        yield {"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": index}}
+    for one in trace.slices:
+        yield {
+            "ph": "X",
+            "name": one.name,
+            "cat": one.category,
+            **_place(trace, one.track),
+            "ts": _microseconds(one.start_ns),
+            "dur": _microseconds(one.end_ns - one.start_ns),
+            "args": dict(one.arguments),
+        }
+    for index, flow in enumerate(trace.flows):
+        for phase, at in (("s", flow.source), ("f", flow.target)):
+            one = trace.slices[at]
+            event = {"ph": phase, "id": index + 1, "name": flow.kind, "cat": flow.kind, **_place(trace, one.track)}
+            yield event | {"ts": _microseconds(one.start_ns)} | ({"bp": "e"} if phase == "f" else {})
+
+
+def _place(trace: Trace, track: int) -> dict[str, int]:
+    return {"pid": trace.tracks[track].process + 1, "tid": track + 1}
+
+
+def _microseconds(ns: int) -> int | float:
+    """Return microseconds that give ``ns`` again when multiplied by 1000 and truncated.
+
+    >>> _microseconds(12_000), _microseconds(1_500)
+    (12, 1.5)
+    """
+    whole, rest = divmod(ns, 1000)
+    if not rest:
+        return whole
+    us = ns / 1000
+    return us if int(us * 1000) == ns else math.nextafter(us, math.inf)
+
+
+# Perfetto's own format.
+
+_SEQUENCE = 1
+
+
+def perfetto_bytes(trace: Trace) -> bytes:
+    """Serialize the trace as a ``perfetto.protos.Trace``, which ui.perfetto.dev and its trace processor open.
+
+    Source: Perfetto's documentation, "Writing TrackEvent Protos Synthetically".
+
+    A run is a process, its first track a child of it, and the others children of that one: viewers keep the order of
+    tracks below a track, not below a process. A slice is a begin and an end, in the order of time.
+
+    Raises:
+        InputError: the ``perfetto`` package is not installed.
+    """
+    protos = _protos()
+    out = protos.Trace()
+    packet = _packet(out)
+    packet.sequence_flags = protos.TracePacket.SEQ_INCREMENTAL_STATE_CLEARED
+    packet.first_packet_on_sequence = True
+    packet.track_descriptor.uuid = 0
+    packet.track_descriptor.process_ordering = protos.TrackDescriptor.PROCESS_ORDERING_EXPLICIT
+    _write_tracks(trace, protos, out)
+    _write_slices(trace, protos, out)
+    return bytes(out.SerializeToString())
+
+
+def _write_tracks(trace: Trace, protos: Any, out: Any) -> None:
+    for index, process in enumerate(trace.processes):
+        descriptor = _packet(out).track_descriptor
+        descriptor.uuid = _process_uuid(index)
+        descriptor.description = "\n".join((trace.title, *process.labels))
+        descriptor.process.pid = index + 1
+        descriptor.process.process_name = process.name
+        descriptor.process.process_labels.extend(process.labels)
+        descriptor.sibling_order_rank = index
+    around = 0
+    for index, track in enumerate(trace.tracks):
+        descriptor = _packet(out).track_descriptor
+        descriptor.uuid = _track_uuid(trace, index)
+        if track.whole:
+            descriptor.parent_uuid = _process_uuid(track.process)
+            descriptor.child_ordering = protos.TrackDescriptor.EXPLICIT
+            around = descriptor.uuid
+        else:
+            descriptor.parent_uuid = around
+        descriptor.name = track.name
+        descriptor.sibling_order_rank = index
+
+
+def _write_slices(trace: Trace, protos: Any, out: Any) -> None:
+    leaving: dict[int, list[int]] = defaultdict(list)
+    arriving: dict[int, list[int]] = defaultdict(list)
+    for index, flow in enumerate(trace.flows):
+        leaving[flow.source].append(index + 1)
+        arriving[flow.target].append(index + 1)
+    for time_ns, index, begins in edges_in_time(trace):
+        one = trace.slices[index]
+        packet = _packet(out)
+        packet.timestamp = time_ns
+        event = packet.track_event
+        event.track_uuid = _track_uuid(trace, one.track)
+        if not begins:
+            event.type = protos.TrackEvent.TYPE_SLICE_END
+            continue
+        event.type = protos.TrackEvent.TYPE_SLICE_BEGIN
+        event.name = one.name
+        event.categories.append(one.category)
+        event.flow_ids.extend(leaving[index])
+        event.terminating_flow_ids.extend(arriving[index])
+        for name, value in one.arguments:
+            _set_value(event.debug_annotations.add(name=name), value)
+
+
+def _set_value(annotation: Any, value: Value) -> None:
+    if isinstance(value, str):
+        annotation.string_value = value
+    elif isinstance(value, bool):
+        annotation.bool_value = value
+    elif isinstance(value, int):
+        annotation.int_value = value
+    elif isinstance(value, float):
+        annotation.double_value = value
+    else:
+        for item in value:
+            annotation.array_values.add(int_value=item)
+
+
+def _packet(out: Any) -> Any:
+    packet = out.packet.add()
+    packet.trusted_packet_sequence_id = _SEQUENCE
+    return packet
+
+
+def _process_uuid(process: int) -> int:
+    return process + 1
+
+
+def _track_uuid(trace: Trace, track: int) -> int:
+    return len(trace.processes) + track + 1
+
+
+def _protos() -> Any:
+    try:
+        from perfetto.protos.perfetto.trace import perfetto_trace_pb2
+    except ImportError as error:
+        raise InputError(
+            f"a Perfetto trace needs the package perfetto: {error}",
+            fix="pip install 'nimble-viz[export]', or export to .json, which needs no package",
+        ) from error
+    return perfetto_trace_pb2

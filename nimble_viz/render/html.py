@@ -96,10 +96,7 @@ def fragment(report: ReportData, pane: str = "summary") -> str:
 
 
 def still(report: ReportData) -> str:
-    """Return ``fragment`` as an output of its own after a dashboard.
-
-    It is hidden while the dashboard is there, and shown where no kernel runs or the frontend knows no widgets.
-    """
+    """Return ``fragment`` to stand in for a dashboard: hidden while that is there."""
     words = "Saved view of a dashboard. Run its cell again for the dashboard itself, which code can follow and drive."
     return f'<div class="nimble-still"><p><em>{words}</em></p>{fragment(report)}</div>{_INSTEAD}'
 

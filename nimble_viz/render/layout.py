@@ -70,10 +70,7 @@ def note(content: str) -> Text:
 
 
 def make_table(heads: Sequence[tuple[str, str]], rows: Iterable[Sequence[str | RenderableType]]) -> Table:
-    """Make a table.
-
-    A head is its name and ``"r"`` for a column on the right, text in cells is taken as it is.
-    """
+    """Make a table; a head is its name and ``"r"`` for a column on the right, text in cells is taken as it is."""
     from rich import box
     from rich.table import Table
 

@@ -86,10 +86,7 @@ class Pane:
 
 
 def notebook_bundle(shown: ReportData | Pane, report: ReportData, pane: str = "summary") -> dict[str, str]:
-    """Return what a notebook shows: ``shown`` as text, and the report's page opened at ``pane``.
-
-    Never raises: without HTML there is text, without text the ``repr``.
-    """
+    """Return ``shown`` as text, and the page opened at ``pane``; never raises: without text there is the ``repr``."""
     bundle = {"text/plain": repr(shown)}
     try:
         bundle["text/plain"] = shown.to_text(100) if isinstance(shown, Pane) else plain_text(shown, 100)

@@ -59,10 +59,7 @@ class Report(ReportData):
         return file.save(self, path)
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
-        """Write one self-contained page with all views to ``path``, as ``save`` does.
-
-        Raise OSError if that fails.
-        """
+        """Write one self-contained page with all views to ``path``, as ``save`` does; raise OSError if that fails."""
         return write_file(path, page(self).encode())
 
     def export(self, path: str | os.PathLike[str], format: str | None = None) -> Path:

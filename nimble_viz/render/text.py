@@ -63,13 +63,7 @@ def plain_text(report: ReportData, width: int | None = None) -> str:
 
 
 def pane_text(report: ReportData, pane: str, width: int | None = None) -> str:
-    """Return what ``report_text`` says of one view, as a string without colour codes.
-
-    Args:
-        report: what is shown.
-        pane: which; ``"source"`` and ``"memory"`` have texts of their own that follow this.
-        width: as for ``plain``.
-    """
+    """Return what ``report_text`` says of one view; ``"source"`` and ``"memory"`` have texts that follow it."""
     from rich.console import Group
 
     tables = summary(report)
@@ -81,10 +75,7 @@ def pane_text(report: ReportData, pane: str, width: int | None = None) -> str:
 
 
 def report_text(report: ReportData) -> RenderableType:
-    """Return all of ``report`` for a rich console: verdict, speed, plans, limits, overhead, memory, ….
-
-    Sections without anything to say are left out.
-    """
+    """Return all of ``report`` for a rich console; sections without anything to say are left out."""
     from rich.console import Group
 
     tables = summary(report)
@@ -106,7 +97,9 @@ def _headline(report: ReportData, head: dict[str, str]) -> Text:
 def _sections(report: ReportData, tables: dict[str, Any]) -> Iterator[tuple[str, str, list[RenderableType]]]:
     """Yield of each section the names of the views that it belongs to, its title and its body."""
     if tables["profiled"]:
-        yield "summary", "What an iteration is spent on", _spent(tables["profiled"])
+        found = tables["profiled"]
+        parts = _parts("", found["rows"], found["bound"]), note(f"shares {found['basis']}"), pairs(found["facts"])
+        yield "summary", "What an iteration is spent on", [*parts]
     if tables["speed"] and not tables["profiled"]:
         yield "summary", f"Speed ({tables['context']})", _speed(tables["speed"])
     if tables["phases"]:
@@ -154,10 +147,6 @@ def _sections(report: ReportData, tables: dict[str, Any]) -> Iterator[tuple[str,
     if code:
         title = "This step in production" if trains(report) else "This plan in production, without tuning"
         yield "summary", title, [words(line) for line in code.splitlines()]
-
-
-def _spent(found: dict[str, Any]) -> list[RenderableType]:
-    return [_parts("", found["rows"], found["bound"]), note(f"shares {found['basis']}"), pairs(found["facts"])]
 
 
 def _parts(title: str, rows: Sequence[dict[str, Any]], bold: str = "") -> Table:

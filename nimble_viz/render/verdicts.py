@@ -1,7 +1,4 @@
-"""What changed between two reports, and whether one is good enough: as values that show themselves.
-
-The values are made by ``nimble_viz.analysis.diff`` and ``nimble_viz.analysis.gate``, which know no terminal.
-"""
+"""What changed between two reports, and whether one is good enough: as values that show themselves."""
 
 from __future__ import annotations
 

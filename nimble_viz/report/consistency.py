@@ -1,7 +1,4 @@
-"""Check what a report's types cannot say, so that every view of a report can be drawn.
-
-Numbers are bounded, indices are within range, and lists that belong together have one length.
-"""
+"""Check what a report's types cannot say, so that every view of a report can be drawn."""
 
 from __future__ import annotations
 
@@ -49,10 +46,7 @@ _SIGNED: dict[str, set[str]] = {
 def check_report(report: ReportData) -> ReportData:
     """Return ``report`` if it is consistent in itself, so that every view of it can be drawn.
 
-    Raises:
-        ReportFileError: an index out of range, lists that do not fit each other, a number that is not finite, negative
-            where it may not be, or beyond ``MAX_NUMBER``; ``where`` names the field. Equality checks may hold NaN and
-            infinity, as outputs can.
+    Raise ReportFileError otherwise; ``where`` names the field. Equality checks may hold NaN and infinity.
     """
     if found := _out_of_range(report):
         place, number = found
@@ -86,11 +80,7 @@ def check_report(report: ReportData) -> ReportData:
 
 
 def _out_of_range(value: Any, signed: bool = False) -> tuple[str, float] | None:
-    """Find the first number in ``value`` that is negative (unless ``signed``) or beyond ``MAX_NUMBER``.
-
-    Returns:
-        Its place within ``value`` and the number itself; None if all are in range.
-    """
+    """Find the first number that is negative (unless ``signed``) or beyond ``MAX_NUMBER``: its place and itself."""
     if isinstance(value, int | float):
         return None if (-MAX_NUMBER if signed else 0) <= value <= MAX_NUMBER else ("", value)
     if isinstance(value, tuple):

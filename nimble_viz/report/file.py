@@ -1,7 +1,4 @@
-"""Report files: ``.nimble`` is gzip over typed JSON. Reading one needs no torch and no GPU, and runs no code from it.
-
-The format is described in ``docs/report-format.md``.
-"""
+"""Report files, ``docs/report-format.md``: gzip over typed JSON. Reading needs no torch and runs no code from it."""
 
 from __future__ import annotations
 
@@ -70,14 +67,9 @@ _wire = msgspec.json.Decoder(Wire)
 
 
 def save(report: ReportData, path: str | os.PathLike[str]) -> Path:
-    """Write ``report`` to ``path``, all of it or nothing, and return the path.
+    """Write ``report`` to ``path`` and return the path, as ``Report.save`` says; the same report gives the same bytes.
 
-    The same report gives the same bytes. They are decoded once before they are written, so what is written is readable.
-
-    Raises:
-        ReportFileError: the report is not consistent in itself (see ``check_report``) or holds what JSON cannot.
-        InputError: the path is empty.
-        OSError: the file cannot be written; a file that was there before is left as it was.
+    They are decoded once before they are written, so what is written is readable.
     """
     try:
         data = _encode(check_report(report))

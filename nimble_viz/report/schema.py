@@ -17,10 +17,7 @@ __all__ = ["report_schema", "schema_text"]
 
 
 def report_schema() -> dict[str, Any]:
-    """Describe the JSON inside a ``.nimble`` file as JSON Schema (draft 2020-12).
-
-    Descriptions are the docstrings of the dataclasses. Unknown fields are allowed, as ``load`` ignores them.
-    """
+    """Describe the JSON inside a ``.nimble`` file as JSON Schema (draft 2020-12)."""
     (root,), types = msgspec.json.schema_components([Wire], ref_template="#/$defs/{name}")
     for made in types.values():
         made["description"] = inspect.cleandoc(made.get("description", ""))

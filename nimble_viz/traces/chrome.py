@@ -1,7 +1,4 @@
-"""Chrome traces as ``torch.profiler`` exports them, read into the profiler's own kinds of events.
-
-Reading needs no torch and runs nothing from the file: it is JSON, decoded into types, with bounds on its size.
-"""
+"""Chrome traces as ``torch.profiler`` exports them, decoded into the profiler's own kinds of events."""
 
 from __future__ import annotations
 

@@ -87,10 +87,7 @@ _TRIVIAL = ("aten::add", "aten::neg", "aten::mul", "aten::tanh")
 
 @dataclass(frozen=True, slots=True)
 class OperatorEvent:
-    """An operator on the host (``"aten::addmm"``, ``"mylib::op"``, an autograd node); it may hold others.
-
-    ``start_ns`` and ``end_ns`` are on the trace's clock, ``thread`` is the profiler's number of the host thread.
-    """
+    """An operator on the host (``"aten::addmm"``, an autograd node) on the trace's clock; it may hold others."""
 
     name: str
     start_ns: int
@@ -112,11 +109,7 @@ class RuntimeEvent:
 
 @dataclass(frozen=True, slots=True)
 class DeviceEvent:
-    """Something the device did.
-
-    ``correlation`` is that of the runtime event that launched it, ``linked`` that of the operator around the launch;
-    0 where unknown.
-    """
+    """Something the device did; ``correlation`` is its launch's, ``linked`` its operator's, 0 where unknown."""
 
     name: str
     kind: Literal["kernel", "memcpy", "memset"]
@@ -129,16 +122,14 @@ class DeviceEvent:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One profiled iteration.
+    """One profiled iteration, until the device is idle again; events are sorted by start, outer before inner.
 
     Args:
-        device: ``"cuda"`` or ``"cpu"``: what ran the model.
+        device: what ran the model.
         start_ns: start of the iteration.
         run_end_ns: when the model's own code returned; what follows is the harness waiting for the device.
-        end_ns: end of the iteration, the device idle again.
-        operators: operators that began before ``run_end_ns``, sorted by start, outer before inner.
-        runtime: CUDA runtime and driver calls, the harness's own waiting excluded, sorted by start.
-        kernels: what the device did, sorted by start.
+        end_ns: end of the iteration.
+        operators: those that began before ``run_end_ns``; ``runtime`` calls likewise.
         iterations_ns: length of every profiled iteration; this one is their (upper) median.
         floor_ns: what the profiler shows for an operator that has next to nothing to do; 0 if not measured.
         warnings: why it should be doubted.
@@ -250,10 +241,7 @@ _Slice = tuple[int, tuple[OperatorEvent, ...], tuple[RuntimeEvent, ...], tuple[D
 
 
 def _sorted_out(events: Iterable[RawEvent]) -> tuple[list[RawEvent], list[RawEvent], list[RawEvent]]:
-    """Split events into host, device and annotations.
-
-    Drop bookkeeping and the device's echoes of annotations.
-    """
+    """Split events into host, device and annotations, without bookkeeping and the device's echoes of annotations."""
     listed = [event for event in events if event.name not in _BOOKKEEPING]
     marks = [event for event in listed if event.annotation and not event.on_device]
     names = {event.name for event in marks}

@@ -51,16 +51,10 @@ _PROFILE_AGAIN = "nsys profile --trace=cuda,nvtx --cuda-graph-trace=node …, th
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What one launch of a graph did on the GPU.
+    """What one launch (its correlation id) of a graph did on the GPU; ``launched_ns`` is -1 if unknown.
 
-    Args:
-        process: global id of the process.
-        launch: correlation id of the launch.
-        thread: global id of the thread that launched it, 0 if unknown.
-        launched_ns: when, on the host; -1 if unknown.
-        nodes: graph node id of each activity, all 64 bits: in the upper half the graph, here an instance of the
-            captured one, in the lower half the node's place in it (``node_of``).
-        activities: sorted by start; their ``node`` is the lower half.
+    ``nodes`` are graph node ids, all 64 bits: in the upper half the graph, here an instance of the captured one, in the
+    lower half the node's place in it (``node_of``). ``activities`` are sorted by start.
     """
 
     process: int
@@ -97,14 +91,12 @@ class NamedRange:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """What the file holds about replayed graphs.
+    """What the file holds about replayed graphs; ``replays`` are sorted by start.
 
     Args:
-        replays: by start.
         created: nodes as they were captured; empty where the profile began later.
         copied: the node that a node was copied from, by process and node: instances copy the nodes that were captured.
         ranges: NVTX ranges of this project's domain; of all domains where the file does not name them.
-        outside: how many kernels, copies and fills ran outside graphs.
         gpu: name of the GPU; empty if unknown, or if there are several kinds.
     """
 
@@ -262,9 +254,7 @@ class _Reader:
         return self._texts.get(key, "") if isinstance(key, int) else ""
 
     def _rows(self, table: str, needed: Sequence[str], more: Sequence[str] = ()) -> Iterator[tuple[Any, ...]]:
-        """Yield rows of ``table``.
-
-        None for a column of ``more`` that this version does not write; none without it.
+        """Yield rows of ``table``, None for a column of ``more`` that this version does not write; none without it.
 
         Generated columns, which would run what the file says, are not among those that are asked for.
         """

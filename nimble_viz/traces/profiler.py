@@ -1,8 +1,4 @@
-"""Profile one eager iteration with ``torch.profiler``.
-
-What ``profile_eager`` returns, a ``Trace`` (``traces.events``), knows nothing of torch, and ``nimble_viz.collect``
-works on that alone. Importing this module does not import torch.
-"""
+"""Profile one eager iteration with ``torch.profiler``, which is imported only then, into a plain ``Trace``."""
 
 from __future__ import annotations
 
@@ -43,14 +39,10 @@ def profile_eager(
     warmup: int = 2,
     iterations: int = 3,
 ) -> Trace:
-    """Run ``run`` under the profiler and return its iteration of median length.
+    """Run ``run`` under the profiler and return its iteration of median length, or raise DeviceError.
 
     ``synchronize`` waits until the device is idle; it is called after every run, inside the iteration and outside
-    what counts as the model's own. Shapes and stacks are not recorded: they would slow the run further. The mode of
-    autograd is the caller's.
-
-    Raises:
-        DeviceError: another profiler is running or attached, or the profiler gave no iteration back.
+    what counts as the model's own. Shapes and stacks are not recorded: they would slow the run further.
     """
     import torch
 
@@ -89,16 +81,7 @@ class Running:
         self._undo = ExitStack()
 
     def start(self, profiler: Any, *, cuda: bool, synchronize: Callable[[], object] = lambda: None) -> None:
-        """Start ``profiler``. See to ``stop`` before: an interrupt that came meanwhile is raised when it runs.
-
-        Args:
-            profiler: a ``torch.profiler.profile``.
-            cuda: whether it watches a GPU.
-            synchronize: waits until the device is idle.
-
-        Raises:
-            DeviceError: another profiler is running or attached.
-        """
+        """Start ``profiler``, or raise DeviceError. See to ``stop`` before: an interrupt meanwhile is raised then."""
         import torch
 
         with interrupts_postponed(), ExitStack() as undo:
@@ -118,16 +101,10 @@ class Running:
 
 @contextmanager
 def _claimed(*, cuda: bool) -> Iterator[None]:
-    """Take ``torch.profiler`` for this process.
+    """Take ``torch.profiler`` for this process; raise DeviceError if it or (``cuda``) a tool that keeps the GPU runs.
 
     In one thread a second one loses what either of them holds. From two threads they corrupt memory: what torch knows
     of its own profiler it knows by thread, and Kineto is one for the process.
-
-    Args:
-        cuda: whether it would watch a GPU, which tools like Nsight Systems keep to themselves.
-
-    Raises:
-        DeviceError: ``torch.profiler`` runs already, in any thread, or such a tool is attached.
     """
     if not _CLAIMED.acquire(blocking=False):
         raise DeviceError("another profiler is running in this process", fix=_ONE_AT_A_TIME)
@@ -186,10 +163,7 @@ def _raw_event(event: Any) -> RawEvent:
 
 @contextmanager
 def _quiet_kineto() -> Iterator[None]:
-    """Keep a profiler that is started inside from writing to stderr.
-
-    Kineto writes its progress there unless this variable, read when it first starts, says not to.
-    """
+    """Keep a profiler that is started inside from writing its progress to stderr: Kineto reads this once."""
     given = os.environ.get("KINETO_LOG_LEVEL")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     try:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nimble_viz.analysis.colours import colours, exposed
+from nimble_viz.analysis.overhead import colours, exposed
 from nimble_viz.render.report import Report
 from tests.support.sample_reports import fused_report, plan_report, sample_report, training_report
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nimble_core.ir.measurement import summarize
-from nimble_viz.analysis.peers import peers
-from nimble_viz.analysis.summary import summary, verdict
+from nimble_viz.analysis.summary import peers, summary, verdict
 from nimble_viz.report.data import PeerResult
 from tests.support.sample_reports import (
     fused_report,

@@ -8,8 +8,7 @@ import pytest
 
 from nimble_core.ir.measurement import summarize
 from nimble_viz.analysis.overhead import PARTS, grouped, idle_causes, module_tree, overhead
-from nimble_viz.analysis.phases import PHASES, phases, span_phases
-from nimble_viz.analysis.profiled import profiled, profiled_verdict
+from nimble_viz.analysis.phases import PHASES, phases, profiled, profiled_verdict, span_phases
 from nimble_viz.analysis.summary import verdict
 from nimble_viz.render.report import Report
 from nimble_viz.render.text import plain_text

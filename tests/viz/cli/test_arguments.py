@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from nimble_core.scheduling.options import Options
 from nimble_core.utils.errors import InputError
-from nimble_viz.cli.arguments import Expression, comparing, complete, keywords, profiling, split
-from nimble_viz.cli.flags import option_values
+from nimble_viz.cli.arguments import Expression, comparing, complete, keywords, option_values, profiling, split
 from nimble_viz.collect.compare import compare
 from nimble_viz.collect.sampler import Counts
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nimble_core.utils.errors import InputError
-from nimble_viz.cli.cell import Calls, compile_body
+from nimble_viz.cli.magics import Calls, compile_body
 
 
 @pytest.mark.parametrize(("cell", "shown"), [("1\n2", 2), ("1\n2;", None), ("1\nx = 2", None), ("# nothing", None)])

@@ -9,7 +9,7 @@ import pytest
 
 from nimble_core.scheduling.options import Options
 from nimble_viz.analysis.gate import Rules
-from nimble_viz.cli.flags import add_options, argument_help
+from nimble_viz.cli.arguments import add_options, argument_help
 
 
 @pytest.mark.parametrize("kind", [Options, Rules])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nimble_core.utils.errors import InputError
-from nimble_viz.analysis.profiled import profiled
+from nimble_viz.analysis.phases import profiled
 from nimble_viz.collect.from_trace import from_trace
 from nimble_viz.render.report import Report
 from tests.support.kineto_traces import training_loop, write_trace

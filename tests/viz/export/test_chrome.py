@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nimble_viz.export.chrome import _microseconds, chrome_json
-from nimble_viz.export.trace import make_trace
+from nimble_viz.export.trace import _microseconds, chrome_json, make_trace
 from tests.support.sample_reports import HOSTILE, fused_report, sample_report, training_report
 
 REPORTS = {

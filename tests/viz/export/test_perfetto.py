@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from nimble_core.utils.errors import InputError
-from nimble_viz.export.perfetto import perfetto_bytes
-from nimble_viz.export.trace import Slice, Trace, make_trace
+from nimble_viz.export.trace import Slice, Trace, make_trace, perfetto_bytes
 from nimble_viz.render.report import Report
 from tests.support.sample_reports import HOSTILE, fused_report, sample_report, training_report
 
@@ -27,7 +26,7 @@ REPORTS: dict[str, Callable[[], Report]] = {
 def read_back(trace: Trace) -> tuple[list[str], list[tuple[str, str]], list[Slice], set[tuple[Slice, Slice]]]:
     """What a reader of the format sees: processes, tracks below what, slices by track, and pairs that flows join.
 
-    Times never decrease, each interned text is written once and before it is used, and each track is a stack.
+    Times never decrease, and each track is a stack.
     """
     protos: Any = pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2", reason="needs perfetto")
     packets = protos.Trace.FromString(perfetto_bytes(trace)).packet
@@ -35,7 +34,6 @@ def read_back(trace: Trace) -> tuple[list[str], list[tuple[str, str]], list[Slic
     names = {one.uuid: one.process.process_name if one.HasField("process") else one.name for one in described}
     assert len(names) == len(described)
     tracks = [one.uuid for one in described if one.uuid and not one.HasField("process")]
-    texts: dict[str, dict[int, str]] = defaultdict(dict)
     around: dict[int, list[int]] = defaultdict(list)
     slices: list[Slice] = []
     ends: dict[int, list[int]] = defaultdict(list)
@@ -44,11 +42,6 @@ def read_back(trace: Trace) -> tuple[list[str], list[tuple[str, str]], list[Slic
         event = packet.track_event
         assert packet.timestamp >= now
         now = packet.timestamp
-        for table, entries in packet.interned_data.ListFields():
-            for entry in entries:
-                assert entry.iid not in texts[table.name]
-                text = entry.str.decode() if table.name == "debug_annotation_string_values" else entry.name
-                texts[table.name][entry.iid] = text
         if event.type == protos.TrackEvent.TYPE_SLICE_END:
             at = around[event.track_uuid].pop()
             slices[at] = replace(slices[at], end_ns=now)
@@ -60,11 +53,9 @@ def read_back(trace: Trace) -> tuple[list[str], list[tuple[str, str]], list[Slic
         for one in event.debug_annotations:
             kind = one.WhichOneof("value")
             value = tuple(item.int_value for item in one.array_values) or getattr(one, kind or "")
-            if kind == "string_value_iid":
-                value = texts["debug_annotation_string_values"][value]
-            arguments.append((texts["debug_annotation_names"][one.name_iid], value))
-        name, category = texts["event_names"][event.name_iid], texts["event_categories"][event.category_iids[0]]
-        slices.append(Slice(tracks.index(event.track_uuid), now, -1, name, category, tuple(arguments)))
+            arguments.append((one.name, value))
+        track = tracks.index(event.track_uuid)
+        slices.append(Slice(track, now, -1, event.name, event.categories[0], tuple(arguments)))
     assert not any(around.values())
     parents = [(names[one.parent_uuid], one.name) for one in described if one.uuid in tracks]
     pairs = {(slices[source], slices[target]) for source, target in ends.values()}

@@ -13,12 +13,11 @@ import pytest
 import nimble_viz
 from nimble_core.ir.timeline import SelfCheck
 from nimble_core.utils.units import format_ns
-from nimble_viz.analysis.colours import exposed
 from nimble_viz.analysis.concurrency import in_flight
 from nimble_viz.analysis.dag import dag
 from nimble_viz.analysis.gaps import gaps, replay_gaps
 from nimble_viz.analysis.live_memory import live_memory
-from nimble_viz.analysis.overhead import module_tree
+from nimble_viz.analysis.overhead import exposed, module_tree
 from nimble_viz.analysis.source import hottest, source
 from nimble_viz.render.html import fragment, page
 from nimble_viz.render.pane import PANES

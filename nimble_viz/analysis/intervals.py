@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 __all__ = ["covers", "union"]
 
+_Ns = TypeVar("_Ns", int, float)
 
-def union(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+
+def union(intervals: Iterable[tuple[_Ns, _Ns]]) -> list[tuple[_Ns, _Ns]]:
     """Merge intervals into disjoint, sorted ones that cover the same; empty ones vanish."""
-    merged: list[tuple[int, int]] = []
+    merged: list[tuple[_Ns, _Ns]] = []
     for start, end in sorted(interval for interval in intervals if interval[1] > interval[0]):
         if merged and start <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(merged[-1][1], end))
