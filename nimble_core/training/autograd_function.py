@@ -123,7 +123,7 @@ class Backward:
     _latest: weakref.ref[_Pending] | None = None
     _round: int = 0
     _closed: bool = False
-    _said: bool = False
+    warned_of_casts: bool = False
 
     def __post_init__(self) -> None:
         self.using_memory = threading.RLock() if self.fixed else nullcontext()
@@ -360,15 +360,16 @@ class Backward:
             self._zeros[at] = torch.zeros_like(self.templates[at])
         return self._zeros[at]
 
-    def say_of_casts(self, casts: torch.dtype) -> None:
-        """Warn, once, that a backward was called under autocast, which a replay is not."""
-        if not self._said:
-            self._said = True
-            warn(
-                f"backward() was called under torch.autocast to {autocast_name(casts)}: replayed, it casts nothing, as "
-                "outside of it, where eager's would cast products that the forward left in float32. Call it after the "
-                "with block"
-            )
+
+def _warn_of_casts(half: Backward, casts: torch.dtype) -> None:
+    """Warn, once, that a backward was called under autocast, which a replay is not."""
+    if not half.warned_of_casts:
+        half.warned_of_casts = True
+        warn(
+            f"backward() was called under torch.autocast to {autocast_name(casts)}: replayed, it casts nothing, as "
+            "outside of it, where eager's would cast products that the forward left in float32. Call it after the with "
+            "block"
+        )
 
 
 def _callers_stream_follows(device: torch.device) -> None:
@@ -424,7 +425,7 @@ class _Replay(torch.autograd.Function):
             )
         casts = autocast_type(half.device_type)
         if casts is not None:
-            half.say_of_casts(casts)
+            _warn_of_casts(half, casts)
         saved = () if half.fixed and ctx.saved_tensors else ctx.saved_tensors
         keep = graph_is_kept()
         with half.using_memory:  # no other thread's forward may overwrite what this reads
