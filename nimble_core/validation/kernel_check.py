@@ -218,14 +218,14 @@ class _Walk:
         """Pair a kernel's result with an eager one; None if they are not the same."""
         eager, theirs, truth = result
         shaped = _as_shape(mine, theirs.shape)
-        if shaped is None or mine.is_floating_point() != theirs.is_floating_point():
+        if shaped is None or _kind(mine) != _kind(theirs):
             return None
         telling = self._right(shaped, theirs, truth)
         return None if telling is None else _Pair(shaped, theirs, truth, ref, eager, telling)
 
     def _right(self, mine: torch.Tensor, theirs: torch.Tensor, truth: torch.Tensor) -> bool | None:
         """Whether a result is right, and varies enough to show it; None if it is not."""
-        if not mine.is_floating_point():
+        if not (mine.is_floating_point() or mine.is_complex()):
             return bool(mine.numel() == 1 or (mine != mine.flatten()[:1]).any()) if torch.equal(mine, theirs) else None
         (error,), (own,), (size,) = gaps([mine], [truth]), gaps([theirs], [truth]), gaps([truth])
         if not (isfinite(error.norm) and isfinite(own.norm)):
@@ -310,6 +310,10 @@ def _as_shape(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None
         return tensor.view(*shape)
     except RuntimeError:
         return None
+
+
+def _kind(tensor: torch.Tensor) -> tuple[bool, bool]:
+    return tensor.is_floating_point(), tensor.is_complex()
 
 
 def _described(call: Call) -> str:

@@ -48,11 +48,18 @@ def rewritten(model: Any, x: torch.Tensor, kind: Any) -> Recorded:
 
 
 def model_and_input(name: str, device: str) -> tuple[Any, torch.Tensor]:
+    if name == "spectrum":
+        return spectrum, torch.randn(3, 8).to(device)
     if name != "always the same":
         model, draw = made(name, device)
         return model, draw()
     torch.manual_seed(0)
     return AlwaysTheSame().eval().to(device), torch.randn(2, 3, 8, 8).to(device)
+
+
+def spectrum(x: torch.Tensor) -> torch.Tensor:
+    """Compute with complex numbers in between."""
+    return torch.fft.irfft(torch.fft.rfft(x * 2 + 1).exp(), n=x.shape[-1]).relu()
 
 
 KINDS = pytest.mark.parametrize("kind", ["library", pytest.param("inductor", marks=pytest.mark.compiler)])
@@ -67,7 +74,7 @@ def off_by_one_row(func: Callable[..., Any]) -> Callable[..., Any]:
         made = [result] if isinstance(result, torch.Tensor) else [one for one in result or () if torch.is_tensor(one)]
         made = made or [kwargs["out"]] if "out" in kwargs else made
         for one in made or [next(arg for arg in reversed(args) if torch.is_tensor(arg))]:
-            if one.is_floating_point() and one.numel() > 1:
+            if (one.is_floating_point() or one.is_complex()) and one.numel() > 1:
                 one.copy_(one.roll(1, 0 if one.shape[0] > 1 else -1).clone())
         return result
 
@@ -82,7 +89,7 @@ def with_a_fault_at(variant: Recorded, place: int) -> Recorded:
 
 @KINDS
 @DEVICES
-@pytest.mark.parametrize("name", [*MODELS, "always the same"])
+@pytest.mark.parametrize("name", [*MODELS, "always the same", "spectrum"])
 def test_kernels_are_shown_right_and_each_planted_fault_is_found(name: str, device: str, kind: str) -> None:
     model, x = model_and_input(name, device)
     variant = rewritten(model, x, kind)
