@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from nimble_core import Options, TrainStep
 from nimble_core.autotune.capture_pipeline import device_for
 from nimble_core.compiler.pipeline import fuse
 from nimble_core.tracing.recorded import Recorded, Stopwatch, check_inputs, record_static
@@ -160,3 +161,22 @@ def test_fresh_numbers_are_of_the_same_kind(values: Sequence[float], fits: Calla
     assert fresh.std() > 0.1
     assert fresh_like(torch.tensor([1.5, float("inf")]), torch.Generator()) is None
     assert fresh_like(torch.tensor([3.0, 0.0, 1.0]), torch.Generator()) is None, "places of experts, say"
+
+
+@KINDS
+def test_gradients_that_are_zero_but_for_rounding_are_right(kind: Any) -> None:
+    """A bias before batch norm has such a gradient, which is each library's own."""
+    torch.manual_seed(0)
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)]
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), *head)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    options = Options(tune="off", policy="single", fuse="none")
+    step = TrainStep(model, nn.functional.cross_entropy, optimizer, options=options)
+    x, y = torch.randn(4, 3, 8, 8), torch.randint(0, 5, (4,))
+    step.prepare(x, y)
+    step(x, y)  # the first makes the optimizer's state
+    assert step.engine is not None
+    eager = step.engine.recorded
+    variant = fuse(device_for(x.device), eager, kind, measure=False, step=Stopwatch())
+    found = check_kernels(variant, eager.signature.tensors)
+    assert (found.wrong, found.unshown) == ("", "")
