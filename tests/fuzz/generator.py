@@ -99,7 +99,7 @@ _STATE = (  # what a module keeps, and what a forward does with it
     ("torch.zeros(9, *{shape})", "self.{h}.index_copy_(0, {m}.flatten()[:1] % 9, {a}[None])\n{n} = self.{h} * 1"),
     ("torch.ones({shape})", "{n} = self.{h}[...]\n{n}.add_({a}.detach())"),
     ("torch.arange({last})", "{n} = self.{h}.roll({k})\nself.{h}.copy_({n})"),
-    ("torch.zeros({shape})", "torch.add(self.{h}, {a}.detach(), out=self.{h})\n{n} = self.{h}"),
+    ("torch.zeros({shape})", "torch.add(self.{h}, {a}.detach(), out=self.{h})\n{n} = self.{h}[...]"),
 )
 _BLOCKS = (
     "{n} = {a}\nfor _ in range({k}):\n    {n} = {n} * 0.5 + {b}",
