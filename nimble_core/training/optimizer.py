@@ -271,7 +271,7 @@ def _run_step(
     vars(shadow).update({**vars(optimizer), **own})
     step: Callable[..., Any] = kind.step
     if getattr(step, "hooked", False):
-        step = step.__wrapped__  # type: ignore[attr-defined]
+        step = step.__wrapped__  # type: ignore[attr-defined]  # functools.wraps sets it
     device = next(one.device for group in groups for one in group["params"])
     with _capturable_on_the_host(kind) if device.type == "cpu" else nullcontext():
         step(shadow)

@@ -137,6 +137,7 @@ class _Walk:
         self._needed = predecessors(eager.graph)
         self._lowest = lowest_precision(eager.recording.program)
         self._owners = _owners(self._kernels)
+        self._readers = _readers(self._calls)
         self._done: set[int] = set()
         self._shown: set[int] = set()
         self._dull: set[int] = set()
@@ -246,12 +247,10 @@ class _Walk:
 
         A kernel may compute it once more from what it was made of.
         """
-        for reader in self._calls:
-            if not any(ref.storage == pair.eager.storage for ref in reader.reads):
-                continue
-            owners = [self._kernels[at] for at in self._owners.get(reader.index, ()) if at > call.index]
+        for reader in self._readers.get(pair.eager.storage, ()):
+            owners = [self._kernels[at] for at in self._owners.get(reader, ()) if at > call.index]
             alike = [any(ref.storage == pair.ref.storage for ref in one.reads) for one in owners]
-            if bool(owners) == (reader.index in self._done) or not all(alike):
+            if bool(owners) == (reader in self._done) or not all(alike):
                 return False
         return True
 
@@ -272,10 +271,7 @@ class _Walk:
         rights = [self._right(*three) if three[0].shape == three[1].shape else None for three in runs]
         outputs = zip(recording.outputs, rights, strict=True)
         handed_out = {recording.storage_of[slot] for slot, right in outputs if right}
-        readers: dict[int, set[int]] = {}
-        for call in self._kernels:
-            for ref in call.reads:
-                readers.setdefault(ref.storage, set()).add(call.index)
+        readers = _readers(self._kernels)
         for call in reversed(self._kernels):
             made = {ref.storage for ref in call.writes}
             after = {at for storage in made for at in readers.get(storage, ()) if at > call.index}
@@ -298,6 +294,15 @@ def _owners(calls: Sequence[Call]) -> dict[int, list[int]]:
     for call in calls:
         for index in call.eager:
             found.setdefault(index, []).append(call.index)
+    return found
+
+
+def _readers(calls: Sequence[Call]) -> dict[int, set[int]]:
+    """Find the calls that read each storage."""
+    found: dict[int, set[int]] = {}
+    for call in calls:
+        for ref in call.reads:
+            found.setdefault(ref.storage, set()).add(call.index)
     return found
 
 
