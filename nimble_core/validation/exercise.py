@@ -22,6 +22,27 @@ _LARGE = 1e4
 """What is greater, or not finite, is a mask's, and stays."""
 
 
+class _OnePerMemory:
+    """Other tensors in place of tensors: views of one memory become views of one tensor.
+
+    Args:
+        make: from all elements of a memory, and a tensor that shows some of them, to what takes their place.
+    """
+
+    def __init__(self, make: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        self._make = make
+        self._bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what takes the place of a strided tensor that has elements."""
+        key = (storage_address(tensor), tensor.dtype)
+        if key not in self._bases:
+            shown = tensor.detach()
+            whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(shown.untyped_storage())
+            self._bases[key] = self._make(whole, shown)
+        return self._bases[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
 class StandIns:
     """Values for a model's parameters, buffers and constants, the same for all recordings of one model.
 
@@ -34,7 +55,7 @@ class StandIns:
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
-        self._bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._places = _OnePerMemory(self._exercising)
 
     def generator(self, device: torch.device) -> torch.Generator:
         """Return the generator for a device, which nobody else draws from."""
@@ -43,13 +64,10 @@ class StandIns:
         return self._generators[device]
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the stand-in of a tensor: views of one memory have views of one stand-in."""
+        """Return the stand-in of a tensor."""
         if not tensor.is_floating_point() or tensor.layout is not torch.strided or not tensor.numel():
             return tensor
-        key = (storage_address(tensor), tensor.dtype)
-        if key not in self._bases:
-            self._bases[key] = self._exercising(_whole(tensor), tensor.detach())
-        return self._bases[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        return self._places.of(tensor)
 
     def given(self, recording: Recording, folded: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return stand-ins for all that a recording is given, by slot.
@@ -77,7 +95,7 @@ class StandIns:
 
 
 class Copies:
-    """Copies of tensors, for one run to write: views of one memory become views of one copy.
+    """Copies of tensors, for one run to write.
 
     Args:
         dtype: what floating-point numbers become; None: they stay what they are.
@@ -85,22 +103,16 @@ class Copies:
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self._dtype = dtype
-        self._bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._places = _OnePerMemory(lambda whole, _: self._copied(whole))
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the copy of a tensor."""
+        whole = tensor.layout is torch.strided and tensor.numel()
+        return self._places.of(tensor) if whole else self._copied(tensor.detach())
+
+    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
         to = self._dtype if tensor.is_floating_point() else None
-        if tensor.layout is not torch.strided or not tensor.numel():
-            return tensor.detach().to(to or tensor.dtype, copy=True)
-        key = (storage_address(tensor), tensor.dtype)
-        if key not in self._bases:
-            self._bases[key] = _whole(tensor).to(to or tensor.dtype, copy=True)
-        return self._bases[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all elements of a tensor's memory."""
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.detach().untyped_storage())
+        return tensor.to(to or tensor.dtype, copy=True)
 
 
 def fresh_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor | None:
