@@ -8,6 +8,8 @@ __all__ = [
     "AUTOTUNER_RUN",
     "CODE_COMMENT",
     "COUNTERS",
+    "DECOMPOSED",
+    "DECOMPOSITIONS",
     "FX_CACHE_SHAPES",
     "GENERATED",
     "GENERATED_CACHE",
@@ -38,6 +40,12 @@ CODE_COMMENT = private(
     "have Inductor write above host kernels which nodes they stand for",
     _UNEXPLAINED,
 )
+DECOMPOSITIONS = private(
+    "torch._inductor.decomposition:decompositions",
+    "take apart interpolation, which autograd hands on by another name than torch.compile sees",
+    "interpolation runs in eager's kernels",
+)
+DECOMPOSED = private("torch._decomp:get_decompositions", "know what interpolation is made of", DECOMPOSITIONS.without)
 FX_CACHE_SHAPES = private(
     "torch._inductor.codecache:FxGraphCache._get_shape_env",
     "have Inductor keep on disk what it compiles, though no shape varies",

@@ -187,6 +187,23 @@ def test_fewer_calls_do_the_same_work(fuse: str, device: str) -> None:
         assert [call.eager for call in compiled.calls] == [tuple(range(len(eager.calls)))]
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic", "trilinear"])
+@pytest.mark.parametrize("resized", [{"scale_factor": 2.5}, {"size": 9, "align_corners": True}], ids=["scale", "size"])
+def test_interpolation_is_compiled_with_what_is_around_it(
+    mode: str, resized: dict[str, Any], fuse: str, device: str
+) -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.interpolate(x * 2, mode=mode, **resized).relu()
+
+    x = torch.randn(1, 3, *[5, 6, 7][: 3 if mode == "trilinear" else 2], device=device)
+    net = Nimble(model, quick(fuse)).prepare(x)
+    assert_close(net(x), model(x))
+    if fuse == "inductor":
+        (call,) = programs(net)[0].calls
+        assert len(call.eager) == 3
+
+
 # -- weights --------------------------------------------------------------------------------------------------------
 
 
