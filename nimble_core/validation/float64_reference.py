@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nimble_core.torch_compat.dispatch import TorchDispatchMode, pytree
 from nimble_core.tracing.operator_traits import draws_numbers, has_memory, owned_tensors, parts_of, storage_address
@@ -37,6 +38,23 @@ _WIDE = {
     torch.complex32: torch.complex128,
     torch.complex64: torch.complex128,
 }
+
+_ATEN = torch.ops.aten
+_ATTENTION = frozenset(
+    {
+        _ATEN._scaled_dot_product_cudnn_attention.default,
+        _ATEN._scaled_dot_product_efficient_attention.default,
+        _ATEN._scaled_dot_product_flash_attention.default,
+    }
+)
+_GRADIENTS_OF_ATTENTION = frozenset(
+    {
+        _ATEN._scaled_dot_product_cudnn_attention_backward.default,
+        _ATEN._scaled_dot_product_efficient_attention_backward.default,
+        _ATEN._scaled_dot_product_flash_attention_backward.default,
+    }
+)
+"""Kernels that have no float64; cuDNN's returns other numbers then, without an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +201,25 @@ def _nothing_compiled() -> Iterator[None]:
         yield
 
 
+def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Compute fused attention from products; what it saves for a backward pass is what the kernel saves."""
+    given = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
+    query, key, value = given["query"], given["key"], given["value"]
+    with sdpa_kernel(SDPBackend.MATH):
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            given.get("attn_bias"),
+            is_causal=given.get("is_causal", False),
+            scale=given.get("scale"),
+            enable_gqa=query.shape[-3] != key.shape[-3],
+        )
+    narrow = pytree.tree_map_only(torch.Tensor, lambda one: one.bfloat16() if one.is_floating_point() else one, args)
+    _, *saved = func(*narrow, **kwargs)
+    return (attended, *saved)
+
+
 class _InFloat64(TorchDispatchMode):
     """Every call computes in float64, whatever it was given and asked for.
 
@@ -212,7 +249,9 @@ class _InFloat64(TorchDispatchMode):
         args, kwargs = pytree.tree_map_only(torch.dtype, _dtype, (args, kwargs))
         if torch.Tag.nondeterministic_seeded in func.tags and draws_numbers(func, args, kwargs):
             raise InputError(f"it draws random numbers ({func}), which are others in float64")
-        result = func(*args, **kwargs)
+        if func in _GRADIENTS_OF_ATTENTION:
+            raise InputError(f"{func} has no float64")
+        result = _attention(func, args, kwargs) if func in _ATTENTION else func(*args, **kwargs)
         self._keep(flat_tensors(result))
         return result
 

@@ -206,7 +206,7 @@ class _Walk:
         if self._truth is not None:
             try:
                 self._truth.issue(index)
-            except RuntimeError:  # an operator that does not know float64: from here on, eager alone decides
+            except (NimbleError, RuntimeError):  # an operator that has no float64: from here on, eager alone decides
                 self._truth = None
 
     def _eager_results(self, index: int) -> Iterator[tuple[TensorRef, torch.Tensor, torch.Tensor]]:
@@ -313,7 +313,7 @@ def _as_shape(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None
     if tensor.numel() != torch.Size(shape).numel():
         return None
     try:
-        return tensor.view(*shape)
+        return tensor.view(tuple(shape))
     except RuntimeError:
         return None
 

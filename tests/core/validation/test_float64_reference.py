@@ -19,7 +19,7 @@ from nimble_core.tracing.recorder import record
 from nimble_core.tracing.signature import Signature
 from nimble_core.validation.bounds import BOUNDS, lowest_precision, tolerance_for
 from nimble_core.validation.distances import relative_error
-from nimble_core.validation.float64_reference import Reference, reference_outputs
+from nimble_core.validation.float64_reference import Reference, in_float64, reference_outputs
 from tests.support.models import CASES, make
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -165,6 +165,27 @@ def no_reference(found: Reference, reason: str) -> bool:
 
 def test_an_operator_without_float64_gives_the_reason() -> None:
     assert no_reference(reference_outputs(single_only, (torch.ones(2),), {}), "float32 only")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["cudnn", "efficient", "flash"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_kernels_on_a_gpu_have_a_float64_that_is_right(kernel: str, masked: bool) -> None:
+    if masked and kernel == "flash":
+        pytest.skip("it takes no mask")
+    query, key, value = (torch.randn(2, 4, 16, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    mask = torch.randn(2, 4, 16, 16, device="cuda", dtype=torch.bfloat16) if masked else None
+    call = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention")
+    args = (query, key, value) if kernel == "flash" else (query, key, value, mask, True)
+    saved = call(*args)
+    with in_float64([]):
+        found = call(*args)
+    wide = [None if one is None else one.double() for one in (query, key, value, mask)]
+    want = torch.nn.functional.scaled_dot_product_attention(*wide)
+    assert found[0].dtype is torch.float64
+    torch.testing.assert_close(found[0], want)
+    assert [type(one) for one in found] == [type(one) for one in saved]
+    torch.testing.assert_close(saved[0].double(), want, rtol=0.05, atol=0.05)
 
 
 def test_a_module_that_cannot_be_copied_gives_the_reason() -> None:

@@ -44,6 +44,7 @@ class AlwaysTheSame(nn.Module):
 def rewritten(model: Any, x: torch.Tensor, kind: Any) -> Recorded:
     signature = check_inputs(model, (x,), {})
     device = device_for(signature.device)
+    device.warm_up(model, *signature.arguments())
     recorded = record_static(device, model, signature, strict=True, step=Stopwatch())
     return fuse(device, recorded, kind, measure=False, step=Stopwatch())
 
