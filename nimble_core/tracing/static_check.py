@@ -312,11 +312,23 @@ def changed_constant(first: Recording, second: Recording) -> str:
     return ""
 
 
-def identical(a: torch.Tensor, b: torch.Tensor, loose: float = 0.0) -> bool:
-    """Return whether two tensors hold the same numbers; nan counts as equal to nan."""
+_ORDER, _MOST = 64.0, 0.01
+"""How far sums in another order may be apart: so many roundings of the greatest number, and at most this part of it."""
+
+
+def identical(a: torch.Tensor, b: torch.Tensor, *, any_order: bool = False) -> bool:
+    """Return whether two tensors hold the same numbers; nan counts as equal to nan.
+
+    Args:
+        a: one.
+        b: the other.
+        any_order: whether they may differ as sums do whose terms were added in another order.
+    """
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if torch.equal(a, b) or not a.is_floating_point():
         return torch.equal(a, b)
-    bound = loose * float(a.nan_to_num().abs().max()) if loose else 0.0
+    bound = 0.0
+    if any_order and a.numel():
+        bound = min(_ORDER * torch.finfo(a.dtype).eps, _MOST) * float(a.nan_to_num().abs().max())
     return torch.allclose(a.double(), b.double(), rtol=0.0, atol=bound, equal_nan=True)

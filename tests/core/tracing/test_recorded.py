@@ -124,6 +124,7 @@ def test_what_only_the_first_run_makes_may_be_made_by_each_replay(run: Forward, 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:the forward changes attributes")
 def test_counters_on_a_gpu() -> None:
+    torch.manual_seed(0)
     x = torch.randn(5, 4, device="cuda")
     for run, name in REFUSED.items():
         with pytest.raises(NotStaticError, match=rf"a run changes {name}\b"):
