@@ -1,6 +1,6 @@
 """Write what the runner's stores say into README and docs, by one template.
 
-    python -m benchmarks.table          # reads benchmarks/results/h200.jsonl.gz
+    python -m benchmarks.table          # reads benchmarks/results/h200.jsonl.gz and h100.jsonl.gz
     python -m benchmarks.table --check  # writes nothing; exit status 1 where a page says something else
 
 A table lies between two equal marks, ``<!-- inference -->`` or ``<!-- training -->``. For each measure the best peer
@@ -24,8 +24,9 @@ from benchmarks.store import OURS, Record, ratio, read
 from nimble_core.ir.measurement import Ratio
 
 ROOT = Path(__file__).parents[1]
-STORE = ROOT / "benchmarks" / "results" / "h200.jsonl.gz"
+STORES = tuple(ROOT / "benchmarks" / "results" / f"{gpu}.jsonl.gz" for gpu in ("h200", "h100"))
 PAGES = (ROOT / "README.md",)
+NOTHING = "Not measured yet."
 MEASURES = {"latency_us": "latency", "throughput_us": "throughput", "device_us": "device time"}
 DTYPES = {"float32": "float32", "tf32": "TF32", "float16": "float16", "bfloat16": "bfloat16"}
 NAMES = {
@@ -90,7 +91,7 @@ def table(records: Sequence[Record], *, training: bool) -> str:
     measured = rows_of(records, training=training)
     rows = {name: ways for name, ways in measured.items() if complete(ways, training=training)}
     if not rows:
-        return "Not measured yet."
+        return NOTHING
     missing = [ways["ours"].title for name, ways in measured.items() if name not in rows]
     lines = [
         "| model | eager | best peer | ours | latency | throughput | device time |",
@@ -130,6 +131,12 @@ def table(records: Sequence[Record], *, training: bool) -> str:
         + "\n\n"
         + "\n".join(lines)
     )
+
+
+def tables(stores: Iterable[Sequence[Record]], *, training: bool) -> str:
+    """Write the tables of several GPUs, one after the other; those without a row are left out."""
+    found = dict.fromkeys(table(records, training=training) for records in stores)
+    return "\n\n".join([text for text in found if text != NOTHING] or [NOTHING])
 
 
 def _times(medians: Mapping[str, float]) -> str:
@@ -184,12 +191,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     given = parser.parse_args(arguments)
-    records = read(STORE)
-    parts = {"inference": table(records, training=False), "training": table(records, training=True)}
+    stores = [read(path) for path in STORES]
+    parts = {"inference": tables(stores, training=False), "training": tables(stores, training=True)}
     changed = [path for path in PAGES if filled(path.read_text(), parts) != path.read_text()]
     for path in changed:
         if given.check:
-            print(f"{path.name} does not say what {STORE.name} does: python -m benchmarks.table", file=sys.stderr)
+            print(f"{path.name} does not say what the stores do: python -m benchmarks.table", file=sys.stderr)
         else:
             path.write_text(filled(path.read_text(), parts))
     return int(given.check and bool(changed))

@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,8 +64,9 @@ def test_the_pages_say_what_the_store_does(capsys: pytest.CaptureFixture[str]) -
     assert table.main(["--check"]) == 0, capsys.readouterr().err
 
 
-def test_the_store_holds_what_a_reviewer_asks_for() -> None:
-    records = read(table.STORE)
+@pytest.mark.parametrize("store", table.STORES, ids=lambda path: path.name)
+def test_stores_hold_what_a_reviewer_asks_for(store: Path) -> None:
+    records = read(store)
     assert records
     for one in records:
         assert one.packages["torch"], one.way
