@@ -69,7 +69,7 @@ def test_random_calls_draw_what_eager_draws(streams: int) -> None:
     executable.close()
 
 
-def test_workers_do_not_wait_for_an_empty_part_of_a_result() -> None:
+def test_an_empty_part_of_a_result_is_read_on_another_stream() -> None:
     """It has no bytes, so that nothing orders its reader after the call that makes the rest."""
 
     def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
