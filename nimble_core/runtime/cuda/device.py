@@ -190,7 +190,7 @@ class CudaDevice:
     def observe(self, executable: Executable, recording: Recording, replays: int) -> Observation:
         """Time every replayed node, by call; no times and a note why where nothing can be seen.
 
-        Through CUPTI by graph node id; without ``cupti-python`` through ``torch.profiler``, by name and order.
+        Through CUPTI by graph node id; without ``cupti-python`` kernels have no times.
         """
         if not isinstance(executable, CudaExecutable):
             raise DeviceError(f"a {type(executable).__name__} does not run on a GPU")
