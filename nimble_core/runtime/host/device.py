@@ -114,7 +114,7 @@ class HostDevice:
             memory = check_memory(recording.program, serial, plan_memory(recording.program, serial, place=place))
         try:
             with (
-                random_state_kept(torch.device("cpu"), recording.generators, recording.draws),
+                random_state_kept(torch.device("cpu"), recording.generators),
                 capture_range(recording.program, schedule),
                 torch.inference_mode(False),
                 issuing("cpu"),
