@@ -1,20 +1,20 @@
-"""Host replay against eager: how much of the framework's share it removes, and what several workers add.
+"""Host replay against eager: how much of the framework's share it removes.
 
     python -m benchmarks.host --out benchmarks/results/host.json
 
-Timed in turn in one process: eager (``inference_mode``), a one-worker replay, a replay planned by ``nimble`` on one
-worker per core, and the work alone. The framework's share is what eager takes beyond W, the work: the sum over the
-calls of a direct call's duration, less what a call on no elements takes. W is taken three ways:
+Timed in turn in one process: eager (``inference_mode``), a replay, and the work alone. The framework's share is what
+eager takes beyond W, the work: the sum over the calls of a direct call's duration, less what a call on no elements
+takes. W is taken three ways:
 
 - ``in sequence``: the calls one after the other as in the model, so that each finds the caches as the model leaves
   them; medians over the rounds, as everything else.
-- ``in replay``: the same calls where they run in the one-worker replay, timed there. What a replay still spends outside
-  its calls is counted exactly so; that its calls themselves may run at another speed than eager's is not.
+- ``in replay``: the same calls where they run in the replay, timed there. What a replay still spends outside its calls
+  is counted exactly so; that its calls themselves may run at another speed than eager's is not.
 - ``isolated``: each call repeated on its own, its operands in cache, the shortest. No run of the model can be that fast
   where its weights exceed the cache: by this W, cache misses count as framework.
 
 Where the share is below ``MEASURABLE`` of eager, timing noise exceeds it and nothing is said about removal. Exits with
-1 if the faster plan is decidedly slower than eager, or removes less than ``REMOVED`` of a measurable share.
+1 if the replay is decidedly slower than eager, or removes less than ``REMOVED`` of a measurable share.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ import torch
 
 from benchmarks.common import options, over, write
 from examples import models
-from nimble_core.autotune.capture_pipeline import capture, observe, schedule_by
+from nimble_core.autotune.capture_pipeline import capture, schedule_by
 from nimble_core.ir.measurement import interleave
 from nimble_core.profiling.machine import environment
 from nimble_core.runtime.host.device import HostDevice
-from nimble_core.scheduling.options import Options
 from nimble_core.tracing.pytree import flatten
 from nimble_core.tracing.recorded import Stopwatch, record_static
 from nimble_core.tracing.recording import Recording, fill, flat_tensors, issuing
@@ -66,17 +65,17 @@ def main() -> int:
         torch.set_num_threads(given.threads)
     stamp = environment("cpu")
     results = []
-    columns = ("eager", "one", "workers", "W", "best/eager", "share", "removed", "in replay")
+    columns = ("eager", "replay", "W", "ratio", "share", "removed", "in replay")
     print(f"{'model':<24}" + "".join(f"{column:>12}" for column in columns))
     for name in given.models:
         result = measure(name, given.rounds)
         results.append(result)
         medians = {one: taken["median_ns"] for one, taken in result["measurements"].items()}
-        best = result["ratios"][result["best"]]
+        ratio = result["ratios"]["single"]
         print(
             f"{name:<24}{format_ns(medians['eager']):>12}{format_ns(medians['single']):>12}"
-            f"{format_ns(medians['nimble']):>12}{format_ns(result['work_ns']['in sequence']):>12}"
-            f"{best['value']:>11.3f}x{format_percent(result['share']['in sequence']):>12}"
+            f"{format_ns(result['work_ns']['in sequence']):>12}{ratio['value']:>11.3f}x"
+            f"{format_percent(result['share']['in sequence']):>12}"
             f"{format_percent(result['removed']['in sequence']) if result['share_is_measurable'] else '-':>12}"
             f"{format_percent(result['removed']['in replay']):>12}"
             f"  {'' if result['met'] else 'MISSED'}",
@@ -95,12 +94,6 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     recorded = record_static(device, model, signature, strict=True, step=watch)
     with watch("capture single"):
         single = capture(device, recorded, schedule_by(recorded, "single", None, 1))
-    with watch("measure calls"):
-        costs = observe(device, recorded, single).costs
-    with watch("schedule"):
-        schedule = schedule_by(recorded, "nimble", costs, device.stream_cap(Options().max_streams))
-    with watch("capture nimble"):
-        several = capture(device, recorded, schedule)
 
     def eager() -> object:
         with torch.inference_mode():
@@ -112,7 +105,6 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
         {
             "eager": eager,
             "single": lambda: single.run(signature.tensors),
-            "nimble": lambda: several.run(signature.tensors),
             "work": sequence.run,
             "timed": timed.add,
         },
@@ -128,9 +120,8 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     }
     for books in ("work", "timed"):  # their own wall times mean nothing: they keep books between the calls
         del taken[books]
-    ratios = {one: over(taken[one], taken["eager"]) for one in ("single", "nimble")}
-    best = max(ratios, key=lambda one: ratios[one]["value"])
-    slow, fast = taken["eager"].median_ns, taken[best].median_ns
+    ratio = over(taken["single"], taken["eager"])
+    slow, fast = taken["eager"].median_ns, taken["single"].median_ns
     share = {how: (slow - least) / slow for how, least in work.items()}
     removed = {how: 1 - (fast - least) / (slow - least) for how, least in work.items()}
     measurable = share["in sequence"] >= MEASURABLE
@@ -139,27 +130,23 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
         "model": name,
         "calls": len(program.calls),
         "host_steps": program.host_steps,
-        "streams": schedule.streams,
-        "syncs": asdict(schedule.counts),
         "measurements": {one: asdict(value) for one, value in taken.items()},
-        "ratios": ratios,
-        "best": best,
+        "ratios": {"single": ratio},
         "work_ns": work,
         "share": share,
         "share_is_measurable": measurable,
         "removed": removed,
-        "nbytes": {"single": single.nbytes, "nimble": several.nbytes},
-        "equal": _agreement(model, args, kwargs, signature, (single, several)),
+        "nbytes": {"single": single.nbytes},
+        "equal": _agreement(model, args, kwargs, signature, single),
         "preparation_s": dict(watch.seconds),
-        "met": ratios[best]["verdict"] != "slower" and (not measurable or removed["in sequence"] >= REMOVED),
+        "met": ratio["verdict"] != "slower" and (not measurable or removed["in sequence"] >= REMOVED),
     }
     single.close()
-    several.close()
     return result
 
 
 class _Timed:
-    """The calls of a one-worker replay, timed where they run."""
+    """The calls of a replay, timed where they run."""
 
     def __init__(self, executable: Any) -> None:
         self.executable = executable
@@ -236,16 +223,12 @@ def _time(function: Callable[[], object]) -> tuple[Any, float]:
     return result, float(perf_counter_ns() - start)
 
 
-def _agreement(model: Any, args: Any, kwargs: Any, signature: Signature, plans: Sequence[Any]) -> dict[str, Any]:
-    """Largest difference from eager relative to its largest value, by plan; 0 means every bit."""
+def _agreement(model: Any, args: Any, kwargs: Any, signature: Signature, executable: Any) -> float:
+    """Largest difference from eager relative to its largest value; 0 means every bit."""
     with torch.no_grad():
         expected, _ = flatten(model(*args, **kwargs), what="output")
-    differences = {}
-    for one in plans:
-        pairs = zip(one.run(signature.tensors), expected, strict=True)
-        worst = max(float((a.double() - b.double()).abs().max() / b.double().abs().max()) for a, b in pairs)
-        differences[one.schedule.policy] = worst
-    return differences
+    pairs = zip(executable.run(signature.tensors), expected, strict=True)
+    return max(float((a.double() - b.double()).abs().max() / b.double().abs().max()) for a, b in pairs)
 
 
 if __name__ == "__main__":

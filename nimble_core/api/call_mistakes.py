@@ -11,12 +11,12 @@ import torch
 
 from nimble_core.api.engine import Engine
 from nimble_core.scheduling.options import option_like
-from nimble_core.tracing.signature import nearest
-from nimble_core.tracing.step_wrapper import Around
 from nimble_core.utils.errors import InputError, first_line
 
 __all__ = ["mistakes_explained", "model_name", "refuse_options", "unprepared_call"]
 
+_LISTED = 3
+"""Signatures that a refused call is shown, the latest first; the others are counted."""
 _OTHER_ANSWERS = 'use Options(on_new_shape="prepare" or "eager")'
 
 
@@ -95,10 +95,10 @@ def unprepared_call(
                 fix="call under the same torch.autocast as prepare(...), or prepare(...) under this one as well, "
                 f"or {_OTHER_ANSWERS}",
             )
-    names = model.input_names if isinstance(model, Around) else ()
-    elsewhere = [one.autocast is not None and not one.autocast.holds() for one in in_mode]
-    near, listed = nearest([one.signature for one in in_mode], elsewhere, args, kwargs, names)
-    why = near.explain(args, kwargs)
+    here = [one for one in in_mode if one.autocast is None or one.autocast.holds()]
+    why = (here or in_mode)[0].signature.explain(args, kwargs)
+    different = list(dict.fromkeys(str(one.signature) for one in in_mode))  # under another autocast listed once
+    listed = "; ".join([*different[:_LISTED], *([f"and {len(different) - _LISTED} more"] * (len(different) > _LISTED))])
     return InputError(
         f"no engine is prepared for these inputs: {why}",
         where=f"prepared: {listed}",

@@ -276,7 +276,7 @@ class Nimble(WrappedModule):
         return super()._apply(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Graphs and workers cannot be copied: a copy starts unprepared.
+        # Graphs cannot be copied: a copy starts unprepared.
         return Nimble, (self._model, self._options)
 
     def __del__(self) -> None:

@@ -12,7 +12,7 @@ __all__ = ["Lane", "Observation", "SelfCheck", "Span", "Timeline"]
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One row of a timeline: a host thread, a GPU stream of an eager run, a stream or worker of a replay."""
+    """One row of a timeline: a host thread, a GPU stream of an eager run, a stream of a replay (host: worker)."""
 
     name: str
     kind: Literal["host", "gpu", "stream", "worker"]
@@ -39,20 +39,18 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class SelfCheck:
-    """Whether every node of a captured graph was seen in every watched replay, and how each was told.
+    """Whether every node of a captured graph was seen in every watched replay, and how they were told.
 
     Args:
         expected: nodes that a replay runs.
         seen: of them seen in every replay.
-        by: ``"graph node id"``, ``"name and order"`` where there were no ids, or empty if nothing was seen.
-        ambiguous: of those told by name and order, how many could have been another node with the same kernel.
+        by: ``"graph node id"``, or empty if nothing was seen.
         unexpected: kernels and copies that no node explains, over all replays.
     """
 
     expected: int
     seen: int
-    by: Literal["graph node id", "name and order", ""] = ""
-    ambiguous: int = 0
+    by: Literal["graph node id", ""] = ""
     unexpected: int = 0
 
     @property

@@ -1,20 +1,15 @@
-"""Sessions of ``torch.profiler`` that take CUPTI out again.
-
-Where ``cupti-python`` is not installed, replayed kernels are timed in one: without node ids.
-"""
+"""Sessions of ``torch.profiler`` that take CUPTI out again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
-from nimble_core.profiling.cupti import Activity, present, take_out
+from nimble_core.profiling.cupti import present, take_out
 from nimble_core.profiling.replay_hook import Replays
 from nimble_core.utils.interrupts import interrupts_postponed
 from nimble_core.utils.locks import capturing, launching
 
-__all__ = ["Session", "collect", "graph_activities"]
+__all__ = ["Session"]
 
 _GRAPH_LAUNCH = ("cudaGraphLaunch", "cuGraphLaunch")
 
@@ -53,48 +48,5 @@ class Session:
         return sum(map(_launches_graph, self._profiler.profiler.kineto_results.events()))
 
 
-def collect(run: Callable[[], object], synchronize: Callable[[], object]) -> list[Activity]:
-    """Run ``run`` and return what the graphs that it launched did on the GPU, sorted by start.
-
-    Nodes are unknown (-1), launch shapes and registers too (zeros).
-
-    Args:
-        run: launches graphs.
-        synchronize: waits for them.
-    """
-    from torch.profiler import ProfilerActivity, profile
-
-    synchronize()
-    profiler: Any = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True)
-    with ExitStack() as running:
-        with interrupts_postponed():
-            running.enter_context(profiler)
-        run()
-        synchronize()
-        with interrupts_postponed():
-            running.close()
-    return graph_activities(profiler.profiler.kineto_results.events())
-
-
-def graph_activities(events: Any) -> list[Activity]:
-    """Return the device events that a launched graph caused: they share the number of its launch."""
-    listed = list(events)
-    launches = {event.correlation_id() for event in listed if _launches_graph(event)}
-    found = [
-        _activity(event)
-        for event in listed
-        if event.device_type().name != "CPU" and not event.is_user_annotation() and event.correlation_id() in launches
-    ]
-    return sorted(found, key=lambda one: (one.start_ns, one.end_ns))
-
-
 def _launches_graph(event: Any) -> bool:
     return bool(event.name().startswith(_GRAPH_LAUNCH)) and event.device_type().name == "CPU"
-
-
-def _activity(event: Any) -> Activity:
-    name, start = event.name(), event.start_ns()
-    kind = next((one for one in ("memcpy", "memset") if name.lower().startswith(one)), "kernel")
-    return Activity(
-        kind, name if kind == "kernel" else kind, start, start + event.duration_ns(), event.device_resource_id(), -1
-    )

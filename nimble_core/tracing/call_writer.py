@@ -11,7 +11,6 @@ import torch
 
 from nimble_core.ir.allocations import Window
 from nimble_core.ir.program import Access, Call, Origin, Storage, TensorRef
-from nimble_core.scheduling.failure_order import checks_values
 from nimble_core.torch_compat.dispatch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -61,10 +60,10 @@ class CallRunner:
         self._elsewhere = kernel
 
     def require_no_caught_error(self) -> None:
-        """Raise NotStaticError if the model went on after a call had failed on its values."""
+        """Raise NotStaticError if the model went on after a call had failed: that may depend on its values."""
         if self._caught:
             raise NotStaticError(
-                "the model caught the error of a call that fails on some values, and went on: a replay would always",
+                "the model caught the error of a call, which may depend on values, and went on: a replay always would",
                 where=self._caught,
                 fix="compute without it, or leave that part out of what is prepared",
             )
@@ -94,7 +93,7 @@ class CallRunner:
     def _refuse(self, func: Any, error: Exception, frame: FrameType) -> None:
         """Raise CaptureError for an error that is about recording; one of the model itself passes."""
         where = self._log.origins.where(func, frame)
-        if not self._caught and checks_values(str(func)):
+        if not self._caught and not _is_view(func):
             self._caught = f"{where}: {type(error).__name__}: {first_line(error)}"
         first = str(error).partition("\n")[0]
         if not self._log.values and (isinstance(error, _NEEDS_VALUES) or "fake impl" in str(error)):
@@ -111,6 +110,12 @@ class CallRunner:
                 fix=experts_fix(frame)
                 or "keep that operator out of the prepared module, or use a form that does not synchronise",
             ) from error
+
+
+def _is_view(func: Any) -> bool:
+    """Whether a call makes a view: it fails on shapes and strides alone, which are the same in every run."""
+    returned = getattr(func, "_schema", None) and func._schema.returns
+    return any(one.alias_info is not None and not one.alias_info.is_write for one in returned or ())
 
 
 _RNN = torch.ops.aten.mkldnn_rnn_layer.default

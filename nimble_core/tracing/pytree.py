@@ -4,8 +4,8 @@ A value is split into its tensors and a frozen ``Structure`` of everything else.
 of its inputs (``reader``) and puts those of its outputs into new containers (``builder``).
 
 Lists, tuples, named tuples, dicts, dataclasses, outputs and caches of Hugging Face and registered pytree nodes are
-containers. Inputs may also hold arrays, sets of plain values, functions and modules; outputs may not, since an object
-may carry something of the run that made it. Other objects are refused: nothing tells whether they change.
+containers. Inputs may also hold functions and modules; outputs may not, since an object may carry something of the run
+that made it. Other objects are refused: nothing tells whether they change.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from nimble_core.tracing.structure import (
     Structure,
     cache_paths,
     equal,
-    frozen,
-    is_array,
     is_cache,
     is_iterator,
     is_plain,
@@ -73,8 +71,8 @@ def flatten(
         given: positional and keyword inputs: caches among them are noted where an output holds them.
 
     Raises:
-        InputError: an object of an unknown class, an iterator, an array of objects, a container that contains itself;
-            in an output any array or object.
+        InputError: an object of an unknown class, an iterator, a container that contains itself; in an output any
+            object.
     """
     inputs = [(one, (0, at)) for at, one in enumerate(given[0])] + [(one, (1, key)) for key, one in given[1].items()]
     splitter = _Splitter(what == _OUTPUT, {id(one): place for one, place in inputs if is_cache(one)})
@@ -108,14 +106,9 @@ class _Splitter:
                 where=path,
                 fix=f"{self._verb} a list",
             )
-        if is_array(value) and value.dtype.hasobject:
-            raise InputError(
-                f"{path} is an array of objects, which may hold tensors", where=path, fix=f"{self._verb} a list"
-            )
         if self._of_run or not stands_for_itself(value):
             raise self._refused(value, path)
-        held = frozen(value)
-        return Constant(value, None if held is value else held)
+        return Constant(value)
 
     def _container(
         self, value: Any, path: str, kind: str, keys: Sequence[Any], children: Iterable[Any], context: Any
@@ -140,6 +133,8 @@ class _Splitter:
             instead = "call the model with use_cache=False, or "
         elif isinstance(value, Mapping) and not self._of_run:  # a tokenizer's BatchEncoding
             instead = "unpack it as keyword inputs, or pass dict() of it; else "
+        elif type(value).__module__ == "numpy" and not self._of_run:
+            instead = "pass torch.from_numpy(x); else "
         holds = "values of this one run: a replay would return them again" if self._of_run else "tensors, or change"
         return InputError(
             f"{path} is a {kind}, of a class that is not known, and may hold {holds}",
@@ -203,10 +198,8 @@ def _reader(structure: Structure) -> _Reader:
     if isinstance(structure, Leaf):
         return _read_leaf
     if isinstance(structure, Constant):
-        was = structure.was
-        if is_plain(was):
-            return lambda value, found: equal(was, value)
-        return lambda value, found: equal(was, frozen(value))
+        was = structure.value
+        return lambda value, found: equal(was, value)
     if structure.kind not in ("list", "tuple", "dict", "cache"):
         return _general_reader(structure)
     cls: Any = structure.type

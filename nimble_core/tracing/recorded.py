@@ -28,7 +28,6 @@ from nimble_core.tracing.static_check import (
     check_static,
     identical,
     on_other_values,
-    other_values,
 )
 from nimble_core.tracing.step_wrapper import Around
 from nimble_core.tracing.torchscript import forget_compiled
@@ -59,7 +58,7 @@ __all__ = [
     "written_or_returned",
 ]
 
-_OUT_OF_SIGHT = "a value was computed or changed outside of torch (numpy, Python numbers, DLPack, C++)"
+_OUT_OF_SIGHT = "a value was read, computed or changed outside of torch (numpy, Python numbers, DLPack, C++)"
 
 
 _PREPARING = free_after_fork(threading.RLock())
@@ -285,7 +284,7 @@ def record_static(
             def again(values: Sequence[torch.Tensor]) -> Recording:
                 other_args, other_kwargs = signature.arguments(values)
                 generators, draws = recording.generators, recording.draws
-                with random_state_kept(signature.device, generators, draws), announced(refused is not None):
+                with random_state_kept(signature.device, generators), announced(refused is not None):
                     seed_otherwise(signature.device, generators, draws)
                     with following(RandomStates(generators) if TORCH in draws else None):
                         return device.record(model, Signature(other_args, other_kwargs), other_args, other_kwargs)
@@ -293,8 +292,6 @@ def record_static(
             others, second = on_other_values(again, signature.tensors)
             check_static(recording, second)
             recording = _hold_to_seen(device, recording, second)
-            if recording.handed_out and not recording.unseen:
-                recording = _hold_to_contrary(device, recording, again, signature.tensors)
             if recording.counters and not (recording.unseen and device.kind != "cuda"):
                 _hold_to_next(recording, model, signature, again, others)
             # Of the second alone: the first run may have asked for what libraries keep from then on.
@@ -352,23 +349,6 @@ def _hold_to_seen(device: Records, recording: Recording, second: Recording) -> R
     return replace(recording, unseen=1, unseen_where=f"before {where}")
 
 
-def _hold_to_contrary(
-    device: Records,
-    recording: Recording,
-    again: Callable[[Sequence[torch.Tensor]], Recording],
-    tensors: Sequence[torch.Tensor],
-) -> Recording:
-    """Record a model that hands memory out once more, on contrary values: similar ones may hide what is read there."""
-    try:
-        third = again(other_values(tensors, how="contrary"))
-    except NimbleError:
-        raise
-    except Exception:  # which says nothing about values that the model takes
-        return replace(recording, unseen=1, unseen_where=recording.handed_out)
-    check_static(recording, third)
-    return _hold_to_seen(device, recording, third)
-
-
 def _hold_to_next(
     recording: Recording,
     model: Callable[..., Any],
@@ -406,7 +386,7 @@ def _first_run_goes_for_all(
 
     def second(*, attributes: bool) -> list[torch.Tensor]:
         with (
-            random_state_kept(signature.device, recording.generators, recording.draws),
+            random_state_kept(signature.device, recording.generators),
             after_a_run(model, *signature.arguments(), attributes=attributes),
             after_a_run(model, *signature.arguments(others)) as result,
         ):
@@ -440,7 +420,7 @@ def state_kept(recorded: Recorded) -> Iterator[None]:
     live += [recorded.signature.tensors[position] for position in recording.written_inputs]
     live += [recorded.lender.memory] if recorded.lender else []
     saved = [Saved.of(tensor) for tensor in live]
-    with random_state_kept(recorded.signature.device, recording.generators, recording.draws):
+    with random_state_kept(recorded.signature.device, recording.generators):
         try:
             yield
         finally:

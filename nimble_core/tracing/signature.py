@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,13 +16,11 @@ from nimble_core.tracing.pytree import (
     flatten,
     leaf_paths,
     reader,
-    same_structure,
     structure_difference,
 )
-from nimble_core.tracing.structure import parts
 from nimble_core.utils.errors import CaptureError, InputError
 
-__all__ = ["Signature", "nearest", "require_initialised", "require_plain", "require_unchanged", "take_apart"]
+__all__ = ["Signature", "require_initialised", "require_plain", "require_unchanged", "take_apart"]
 
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
@@ -33,8 +30,6 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _SHOWN = 8
 """The most tensors that a message names of one signature: a cache has hundreds."""
-_LISTED = 3
-"""Signatures that a refused call is shown; the others are counted."""
 _IN_PLACE = "return what it adds, or write tensors in place"
 _STATIC_CACHE = (
     "pass a StaticCache of the greatest length that is needed, after the model itself has run on it once; or no cache, "
@@ -181,47 +176,6 @@ class Signature:
         shown = [f"{path}: {_describe(*meta)}" for path, meta in zip(self.paths, self.metas, strict=True)]
         more = [f"and {len(shown) - _SHOWN} more tensors"] if len(shown) > _SHOWN + 1 else []
         return ", ".join([*shown[:_SHOWN], *more] if more else shown)
-
-
-def nearest(
-    signatures: Sequence[Signature], elsewhere: Sequence[bool], args: Args, kwargs: Kwargs, called: Sequence[str] = ()
-) -> tuple[Signature, str]:
-    """Return the signature that a refused call differs least from, and a list of all in words, nearest first.
-
-    Args:
-        signatures: one at least.
-        elsewhere: of each, whether it would not do for these inputs either, for another reason.
-        args: positional inputs of the call.
-        kwargs: keyword inputs.
-        called: what users call positional inputs, as in :class:`Signature`.
-    """
-    ordered = list(signatures)
-    with suppress(InputError):  # inputs that cannot be looked into are as far from each
-        tensors, structure, _ = take_apart(args, kwargs, called)
-        given = dict(parts(structure))
-
-        def distance(at: int) -> tuple[int, int, bool]:
-            """Return how many inputs differ, in how many ways, and whether another reason speaks against it."""
-            prepared = dict(parts(signatures[at].structure))
-            ways = [_ways(prepared.get(path), given.get(path), signatures[at], tensors) for path in prepared | given]
-            return sum(map(bool, ways)), sum(ways), elsewhere[at]
-
-        ordered = [signatures[at] for at in sorted(range(len(signatures)), key=distance)]
-    different = list(dict.fromkeys(map(str, ordered)))  # the same inputs under another autocast are listed once
-    more = [f"and {len(different) - _LISTED} more"] if len(different) > _LISTED else []
-    return ordered[0], "; ".join([*different[:_LISTED], *more])
-
-
-def _ways(was: Structure | None, now: Structure | None, signature: Signature, tensors: Sequence[torch.Tensor]) -> int:
-    """In how many ways an input differs from the prepared one: of a tensor each dimension is one."""
-    if isinstance(was, Leaf) and isinstance(now, Leaf):
-        (shape, dtype, device), tensor = signature.metas[was.index], tensors[now.index]
-        if tensor.is_nested:  # has no shape
-            return 1
-        fewer = abs(tensor.ndim - len(shape))
-        sizes = fewer or sum(a != b for a, b in zip(tensor.shape, shape, strict=True))
-        return sizes + (tensor.dtype is not dtype) + (tensor.device != device)
-    return 0 if was is not None and now is not None and same_structure(was, now) else 1
 
 
 def require_unchanged(structure: Structure, tensors: Sequence[torch.Tensor], inputs: Any, names: Sequence[str]) -> None:

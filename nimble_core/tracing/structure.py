@@ -8,7 +8,6 @@ import enum
 import io
 import re
 import sys
-from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import CodeType
@@ -24,9 +23,7 @@ __all__ = [
     "Structure",
     "cache_paths",
     "equal",
-    "frozen",
     "in_short",
-    "is_array",
     "is_cache",
     "is_iterator",
     "is_plain",
@@ -44,9 +41,6 @@ _PLAIN = (
     *(enum.Enum, decimal.Decimal, datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.finfo, torch.iinfo),
 )
-_TRANSPARENT = (object, dict, OrderedDict, defaultdict, list, tuple)
-"""Types that are written in C and hold nothing but attributes and items."""
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: all classes that are written in Python
 _CACHE = re.compile(r"transformers(_modules)?\..*(Cache|Layer|KVSharingDict)$")
 """Classes of caches of Hugging Face and of their layers, also in the files that models bring along."""
 
@@ -74,20 +68,9 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """Anything that is not a tensor and holds none.
-
-    Args:
-        value: it.
-        held: a copy to compare other values with, since it may be changed in place; None if it cannot.
-    """
+    """Anything that is not a tensor and holds none."""
 
     value: Any
-    held: Any = None
-
-    @property
-    def was(self) -> Any:
-        """What other values are compared with."""
-        return self.value if self.held is None else self.held
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +151,7 @@ def structure_difference(was: Structure, now: Structure, path: str = "") -> Diff
                 return found
         same = was.kind == "cache" or equal(was.context, now.context)
     elif isinstance(was, Constant) and isinstance(now, Constant):
-        same = equal(was.was, now.was)
+        same = equal(was.value, now.value)
     else:
         same = was == now if type(was) is type(now) is Leaf else False
     return None if same else Difference(path, in_short(was), in_short(now))
@@ -178,19 +161,10 @@ def in_short(structure: Structure) -> str:
     """Return a structure in a few words."""
     if isinstance(structure, Leaf):
         return "a tensor"
-    return shown(structure.was) if isinstance(structure, Constant) else structure.type.__name__
+    return shown(structure.value) if isinstance(structure, Constant) else structure.type.__name__
 
 
 # -- values that are no tensors -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    """The bytes of an array or a bytearray, with the words to show it by."""
-
-    layout: tuple[Any, ...]
-    data: bytes
-    words: str
 
 
 def is_plain(value: object) -> bool:
@@ -220,36 +194,13 @@ def equal(a: object, b: object) -> bool:
         return False
 
 
-def frozen(value: Any) -> Any:
-    """Return what can be compared with ``value`` later, after it may have been changed in place."""
-    if is_array(value) and not value.dtype.hasobject:
-        return _Memory((type(value), value.shape, value.dtype.str), value.tobytes(), shown(value))
-    if isinstance(value, bytearray):
-        return _Memory((type(value),), bytes(value), shown(value))
-    return frozenset(value) if isinstance(value, set) else value
-
-
 def stands_for_itself(value: object) -> bool:
-    """Whether a value among the inputs is compared as one: functions, modules, arrays, and what is written in C."""
-    if isinstance(value, (set, frozenset)):
-        return all(map(is_plain, value))
-    base = next(cls for cls in type(value).__mro__ if not cls.__flags__ & _HEAP_TYPE)
-    return callable(value) or base not in _TRANSPARENT
-
-
-def is_array(value: object) -> bool:
-    """Whether a value is an array of numpy, which is not imported for this."""
-    numpy = sys.modules.get("numpy")
-    return bool(numpy and isinstance(value, numpy.ndarray))
+    """Whether a value among the inputs is compared as one: functions, modules and generators of random numbers."""
+    return callable(value) or isinstance(value, torch.Generator)
 
 
 def shown(value: Any) -> str:
     """Return ``value`` in a few words."""
-    if isinstance(value, _Memory):
-        return value.words
-    if is_array(value):
-        head = ", ".join(map(str, value.ravel()[:4].tolist()))[:60]
-        return f"{value.dtype}{list(value.shape)} [{head}{', …' if value.size > 4 else ''}]"
     words = repr(value)[:80]
     return words if is_plain(value) or not words.startswith("<") else f"a {type(value).__qualname__}"
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -84,11 +84,10 @@ class Backward:
         borrowed: positions of gradients that lie in memory of something else: copied before they are handed out.
         separately: captures the backward again, in memory of its own, for graphs that are kept; None where ``tuned``
             leaves what was saved alone anyway.
-        shown: the outputs, by position, that are given out as they lie in the forward's memory; others are copied.
         repeated: outputs, by position, that share memory with an earlier one: on the host, too, they are copied, since
             in autograd's graph each output stands for itself.
         read: what the backward reads and others may write before it, by name: parameters, trained or not, buffers,
-            constants, and outputs in ``shown``.
+            constants.
         using_memory: held while the forward's memory is written, or read for a backward, so that no other thread's
             forward comes between a run and what belongs to it. On the host each forward has memory of its own, and
             nothing is held.
@@ -109,7 +108,6 @@ class Backward:
     fixed: bool
     borrowed: tuple[int, ...]
     separately: Callable[[], Executable] | None = None
-    shown: Mapping[int, torch.Tensor] = field(default_factory=dict)
     repeated: frozenset[int] = frozenset()
     read: tuple[tuple[str, torch.Tensor], ...] = ()
     using_memory: AbstractContextManager[Any] = field(init=False)
@@ -176,7 +174,6 @@ class Backward:
         # torch's own ``apply`` looks through all arguments for those of a transform that is over.
         apply = super(torch.autograd.Function, _Replay).apply
         with self.using_memory:
-            self.renew()
             return list(apply(self, run, owner, self._anchor, len(tensors), *tensors, *self.parameters))  # type: ignore[no-untyped-call]  # torch's has no types
 
     def own(self, made: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -185,24 +182,16 @@ class Backward:
         if not self.fixed:
             return tuple(one.clone() if at in self.repeated else one for at, one in enumerate(outputs))
         # The forward may have made them in other strides than eager's: the copy is where they are put right.
-        return tuple(
-            one.detach() if at in self.shown else copied(one, self.layouts[at]) for at, one in enumerate(outputs)
-        )
+        return tuple(map(copied, outputs, self.layouts))
 
     def versions(self) -> list[int]:
         """Return version counters of what the backward reads; fused optimizers and ``.data`` raise none."""
         return [tensor._version for _, tensor in self.read]
 
-    def renew(self) -> None:
-        """Raise the versions of what the forward has shown, and is about to write: a loss that kept it is told so."""
-        if self.shown:
-            torch.autograd.graph.increment_version(list(self.shown.values()))
-
     def overwrite(self) -> None:
         """Use the forward's memory for something else: no earlier backward may follow."""
         with self.using_memory:
             self._round += 1
-            self.renew()
 
     def begin(self) -> tuple[_Pending, int]:
         """Note that a forward was run: its backward may come, until the next forward."""
@@ -246,8 +235,7 @@ class Backward:
             if was != now:
                 raise InputError(
                     f"{name} was written between the forward and its backward, which reads it",
-                    fix="call backward() before optimizer.step(), and before other writes in place; of an output, "
-                    'write a copy, or prepare with Options(outputs="copy")',
+                    fix="call backward() before optimizer.step(), and before other writes in place",
                 )
 
     def replay(

@@ -104,8 +104,7 @@ class ForwardBackward(Around):
 def in_better_layout(device: Device, whole: ForwardBackward, joint: Recorded, options: Options, step: Step) -> Recorded:
     """Forward and backward as they are, or with all their images channels last, whichever takes less time.
 
-    What the forward saves is the backward's input: the layout is one for both, chosen before they are cut. Outputs that
-    are shown as they lie keep the layout that they have in eager: where they would have another, nothing is turned.
+    What the forward saves is the backward's input: the layout is one for both, chosen before they are cut.
     """
     weights = turnable(joint.recording.program)
     if device.kind != "cuda" or options.fuse == "none" or options.tune == "off" or not weights:
@@ -114,11 +113,6 @@ def in_better_layout(device: Device, whole: ForwardBackward, joint: Recorded, op
     try:
         with step("record channels last"):
             other = record_static(device, turned, joint.signature, strict=True, step=step)
-        made, eagers = (
-            [ref.strides for ref in one.recording.program.outputs[: whole.outputs]] for one in (other, joint)
-        )
-        if options.outputs == "static" and made != eagers:
-            return joint
         with step("choose layout"), no_autocast(joint.signature.device.type), state_kept(joint):
             modules = [lift(one.recording) for one in (joint, other)]
             runs = [partial(module, *joint.signature.tensors) for module in modules]

@@ -7,9 +7,9 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -96,13 +96,13 @@ def make_trainable(
         NotStaticError, CaptureError, DeviceError: as ``record_static`` and ``tune``.
     """
     joint = _recorded_jointly(device, model, signature, options, step)
-    first = joint.forward_recorded(device, options)
+    first = joint.forward_recorded(device)
     with state_kept(first):
         forward = tune(device, first, options, step=step)
     made: list[Executable] = [forward.best]
     try:
         forward.close(keep=forward.best)
-        left = _left_by_forward(joint, first, forward.best, options)
+        left = _left_by_forward(joint, first, forward.best)
         plain, second = joint.backward_recorded(left)
         eager_nbytes = eager_peak(device, joint.cut)
         with state_kept(second):
@@ -156,13 +156,12 @@ class _Joint:
     templates: tuple[torch.Tensor, ...]
     outputs: int
 
-    def forward_recorded(self, device: Device, options: Options) -> Recorded:
+    def forward_recorded(self, device: Device) -> Recorded:
         """Make a recording of the forward alone."""
         together = replace(self.cut.recording, outputs=self.halves.forward.outputs)
         ahead = len(self.halves.forward.program.calls)
         first = _recorded(self.halves.forward, self.inputs, _Issued(together, ahead, after=self.templates))
-        copies = device.kind == "cuda" and options.outputs == "copy"
-        return replace(first, copied_out=self.outputs) if copies else first
+        return replace(first, copied_out=self.outputs) if device.kind == "cuda" else first
 
     def backward_recorded(self, left: _Left) -> tuple[Recording, Recorded]:
         """Return the backward in eager's kernels, and with what is needed to tune it on what the forward has left."""
@@ -216,7 +215,6 @@ class _Left:
         saved: what the backward reads.
         fixed: whether all of it always lies at the same place (CUDA).
         random: state of the device's random numbers before the run, where ``fixed``.
-        shown: outputs, by position, that are given out as they lie in the forward's memory.
         lender: the forward's memory, for the backward to use up.
     """
 
@@ -224,11 +222,10 @@ class _Left:
     saved: list[torch.Tensor]
     fixed: bool
     random: torch.Tensor | None = None
-    shown: Mapping[int, torch.Tensor] = field(default_factory=dict)
     lender: Lender | None = None
 
 
-def _left_by_forward(joint: _Joint, first: Recorded, forward: Executable, options: Options) -> _Left:
+def _left_by_forward(joint: _Joint, first: Recorded, forward: Executable) -> _Left:
     """Run the prepared forward once, with the model's state put back."""
     halves, count = joint.halves, joint.outputs
     fixed = isinstance(forward, Fixed)
@@ -238,14 +235,11 @@ def _left_by_forward(joint: _Joint, first: Recorded, forward: Executable, option
     outputs, saved = made[:count], made[count:]
     if not isinstance(forward, Fixed):
         return _Left(outputs, [*saved, *(joint.inputs[at] for at in halves.saved_inputs)], fixed)
-    shown: dict[int, torch.Tensor] = {}
     lender: Lender | None = None
-    if options.outputs == "static":
-        shown = _of_their_own(outputs, [*forward.buffers, *first.recording.given.values()])
     if KNOWN_WHETHER_KEPT:
         leads = leading(halves.backward, len(saved) + len(halves.saved_inputs))
-        saved, lender = lent(forward.arena, saved, leads, list(shown.values()))
-    return _Left(outputs, [*saved, *(forward.buffers[at] for at in halves.saved_inputs)], fixed, random, shown, lender)
+        saved, lender = lent(forward.arena, saved, leads)
+    return _Left(outputs, [*saved, *(forward.buffers[at] for at in halves.saved_inputs)], fixed, random, lender)
 
 
 def _backward(
@@ -255,7 +249,6 @@ def _backward(
     whole, halves = joint.whole, joint.halves
     named = dict(whole.model.named_parameters())
     refs = joint.recorded.recording.program.outputs[: joint.outputs]
-    made, shown = left.saved[: halves.saved_outputs], left.shown.values()
     return Backward(
         tuned=behind,
         plain=plain,
@@ -274,9 +267,8 @@ def _backward(
         separately=partial(_captured_separately, device, behind, options.memory_limit)
         if left.lender is not None
         else None,
-        shown=left.shown,
         repeated=_repeated(left.outputs),
-        read=(*_read(halves), *(("an output", one) for one in shown if any(share_bytes(one, other) for other in made))),
+        read=_read(halves),
     )
 
 
@@ -335,19 +327,6 @@ def _read(halves: Halves) -> tuple[tuple[str, torch.Tensor], ...]:
         and forward.storage_of[slot] not in uncounted
         and not tensor.is_inference()
     )
-
-
-def _of_their_own(outputs: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Find outputs, by position, that share memory with no other one and with nothing that was given.
-
-    Whoever writes to one of them in place changes nothing else.
-    """
-    found = {}
-    for at, one in enumerate(outputs):
-        rest = (*outputs[:at], *outputs[at + 1 :], *others)
-        if not any(share_bytes(one, other) for other in rest):
-            found[at] = one
-    return found
 
 
 def _recorded(recording: Recording, inputs: Sequence[torch.Tensor], model: _Issued) -> Recorded:

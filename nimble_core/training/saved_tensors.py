@@ -18,24 +18,22 @@ def lent(
     memory: torch.Tensor | None,
     saved: Sequence[torch.Tensor],
     leads: Collection[int] = (),
-    shown: Sequence[torch.Tensor] = (),
 ) -> tuple[list[torch.Tensor], Lender | None]:
     """Prepare what the forward saved for a backward that uses up its memory: each part once it has been read.
 
     Eager's backward frees what it has read as well. Each saved tensor of numbers gets a storage of its own, by which it
-    is known there. Others stay as they are, and so do those at positions in ``leads``, those that share bytes, and what
-    is ``shown`` to the caller.
+    is known there. Others stay as they are, and so do those at positions in ``leads`` and those that share bytes.
 
     Returns:
         The saved tensors, and the memory that the backward may use; None without ``memory``.
     """
     if memory is None:
         return list(saved), None
-    start, count = memory.data_ptr(), len(saved)
-    spans = [(one.data_ptr() - start, extent(one)) for one in (*saved, *shown)]
+    start = memory.data_ptr()
+    spans = [(one.data_ptr() - start, extent(one)) for one in saved]
     inside = [offset >= 0 and offset + nbytes <= memory.nbytes for offset, nbytes in spans]
     order = sorted((at for at in range(len(spans)) if inside[at] and spans[at][1]), key=spans.__getitem__)
-    stays = [not may_be_spoilt(one) or one.is_conj() or one.is_neg() for one in saved] + [True] * len(shown)
+    stays = [not may_be_spoilt(one) or one.is_conj() or one.is_neg() for one in saved]
     kept = {at for at in order if stays[at] or at in leads}
     until, last = 0, -1
     for at in order:
@@ -46,7 +44,7 @@ def lent(
             until, last = offset + nbytes, at
     found = list(saved)
     for at in order:
-        if at < count and at not in kept:
+        if at not in kept:
             one = saved[at]
             storage = storage_at(one.data_ptr(), one.device, spans[at][1])
             found[at] = torch.empty(0, dtype=one.dtype, device=one.device)

@@ -183,7 +183,7 @@ def _replay(on: _Machine) -> _Answer:
         if not torch.allclose(net(x), model(x), atol=1e-3):
             return "off", "the replay of a small model is not what eager computes", "please report this"
     engine = net.engines[0]
-    where = "on the GPU, as a CUDA graph" if x.is_cuda else "on the host, by worker threads"
+    where = "on the GPU, as a CUDA graph" if x.is_cuda else "on the host, call by call"
     streams = engine.schedule.streams
     of = f"{streams} streams" if streams > 1 else "one stream"
     return _works(f"a model was prepared and replayed {where}, on {of}: equal to eager")

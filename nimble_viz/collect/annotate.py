@@ -420,7 +420,7 @@ def _joined(way: Way, raw: RawGraph, places: Mapping[int, int], whole: Sequence[
         if node not in places
     )
     unexpected = strangers.total() * len(whole)
-    check = SelfCheck(len(raw.nodes), len(once), "graph node id", 0, unexpected)
+    check = SelfCheck(len(raw.nodes), len(once), "graph node id", unexpected)
     if way == "capture ranges":
         missing = Counter(name for _, name, _ in plan.kernels) - Counter(_name(of[0]) for of in once.values())
     else:

@@ -9,11 +9,10 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from nimble_core.profiling.kernel_matching import Launch
 from nimble_core.scheduling.verify_capture import RawGraph, begun_by, leading_fills
 from nimble_core.utils.errors import DeviceError
 
-__all__ = ["CaptureProbe", "linked", "links_change", "read_graph", "read_launches", "zeroed_at_once"]
+__all__ = ["CaptureProbe", "linked", "links_change", "read_graph", "zeroed_at_once"]
 
 _PROGRAMMATIC = (1, 0, 1)
 """An edge's port of its tail, port of its head, and type, where the head is launched ahead."""
@@ -239,29 +238,6 @@ def _of_edges(driver: Any, name: str) -> Any:
 def _edges_have_kinds(driver: Any) -> bool:
     _, version = driver.cuDriverGetVersion()
     return hasattr(driver, "CUgraphEdgeData") and version >= 12030
-
-
-def read_launches(raw: RawGraph) -> tuple[Launch, ...]:
-    """Return what each node launches; the name is empty where the driver does not say. Raises DeviceError.
-
-    The graph must not have been destroyed.
-    """
-    driver = _driver()
-    return tuple(
-        _launch(driver, _node(driver, node)) if kind == "kernel" else Launch()
-        for node, kind in zip(raw.nodes, raw.kinds, strict=True)
-    )
-
-
-def _launch(driver: Any, node: Any) -> Launch:
-    (found,) = _checked(driver.cuGraphKernelNodeGetParams(node), "cuGraphKernelNodeGetParams")
-    name = ""
-    for read, handle in (("cuFuncGetName", found.func), ("cuKernelGetName", getattr(found, "kern", None))):
-        if not name and handle is not None and int(handle) and hasattr(driver, read):
-            code, said = getattr(driver, read)(handle)
-            name = bytes(said).decode(errors="replace") if int(code) == 0 and said else ""
-    grid = (int(found.gridDimX), int(found.gridDimY), int(found.gridDimZ))
-    return Launch(name, grid, (int(found.blockDimX), int(found.blockDimY), int(found.blockDimZ)))
 
 
 def _kind_of(driver: Any, node: Any) -> str:

@@ -11,11 +11,10 @@ import torch
 
 from nimble_core.ir.occupancy import Multiprocessors
 from nimble_core.ir.timeline import Observation
-from nimble_core.profiling import cupti, kineto
-from nimble_core.profiling.kernel_matching import TIMED, Launch, observation, tell_by_id, tell_by_order
+from nimble_core.profiling import cupti
+from nimble_core.profiling.kernel_matching import TIMED, observation, tell_by_id
 from nimble_core.runtime.cuda.executable import CudaExecutable
-from nimble_core.runtime.cuda.graph_nodes import links_change, read_launches
-from nimble_core.utils.errors import DeviceError
+from nimble_core.runtime.cuda.graph_nodes import links_change
 
 __all__ = ["multiprocessors", "observe_replays", "observed"]
 
@@ -23,7 +22,7 @@ __all__ = ["multiprocessors", "observe_replays", "observed"]
 def observe_replays(executable: CudaExecutable, replays: int, synchronize: Callable[[], object]) -> Observation:
     """Time every replayed node, by call; none and a note why where nothing can be seen.
 
-    Through CUPTI by graph node id; without ``cupti-python`` through ``torch.profiler``, by name and order.
+    Through CUPTI by graph node id.
     """
     found = _watched(executable, replays, synchronize)
     if not executable.raw.ahead or not links_change(executable.raw):
@@ -39,17 +38,12 @@ def _watched(executable: CudaExecutable, replays: int, synchronize: Callable[[],
     def replay() -> None:
         watched.extend(_event_times_ns(executable, replays))  # one by one: what is compared is taken alike
 
-    why_not, clock = cupti.unavailable(), "CUPTI activity, GPU clock"
-    seen: list[cupti.Activity] = []
-    places: dict[int, int] = {}
-    if not why_not:
-        seen, places = cupti.collect(replay, synchronize, executable.raw.nodes)
-    elif not cupti.taken():
-        seen, clock = kineto.collect(replay, synchronize), "torch.profiler, GPU clock"
-    note = f"{why_not}: replayed kernels have no times" if why_not and not seen else ""
+    why_not = cupti.unavailable()
+    seen, places = cupti.collect(replay, synchronize, executable.raw.nodes)
+    note = f"{why_not}: replayed kernels have no times" if why_not else ""
     profiled = median(watched) if watched else 0.0
     gpu = multiprocessors(executable.device)
-    return observed(executable, seen, places, replays, median(wall), gpu, note, profiled, clock)
+    return observed(executable, seen, places, replays, median(wall), gpu, note, profiled)
 
 
 def observed(
@@ -61,7 +55,6 @@ def observed(
     gpu: Multiprocessors,
     note: str,
     profiled_ns: float = 0.0,
-    clock: str = "CUPTI activity, GPU clock",
 ) -> Observation:
     """Make an observation of what was seen.
 
@@ -74,29 +67,18 @@ def observed(
         gpu: where it ran.
         note: why nothing could be seen.
         profiled_ns: a watched replay.
-        clock: how times were taken.
     """
     raw = executable.raw
     ids = {node: position for node, position in places.items() if raw.kinds[position] in TIMED}
-    told = tell_by_id(seen, raw, ids, replays)
-    launches: tuple[Launch, ...] = ()
-    if seen and not any(activity.node >= 0 for activity in seen):
-        try:
-            launches = read_launches(raw)
-        except DeviceError as error:
-            note = f"no graph node ids, and {error.what}"
-        else:
-            told = tell_by_order(seen, raw, launches, replays)
     return observation(
-        told,
+        tell_by_id(seen, raw, ids, replays),
         raw,
         executable.schedule,
         replays,
-        clock=clock,
+        clock="CUPTI activity, GPU clock",
         profiled_ns=profiled_ns,
         unprofiled_ns=wall_ns,
         gpu=gpu,
-        launches=launches,
         note=note,
     )
 

@@ -1,4 +1,4 @@
-"""From a recording and a schedule to straight-line Python that re-issues the calls.
+"""From a recording to straight-line Python that re-issues the calls.
 
 What is done once, here, is not done again in a replay: results go to buffers that exist already, and views of such
 buffers are made. What remains of one call is one line, such as ``f12(g40, g41, out=g7)``.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from threading import Lock
 from time import perf_counter_ns
 from types import FunctionType
 from typing import Any
@@ -19,74 +18,43 @@ import torch
 from nimble_core.runtime.host.prepared_steps import PreparedStep, PreparedSteps
 from nimble_core.tracing.recording import Slot, Step, flat_tensors
 
-__all__ = ["Code", "Lines", "Stopped"]
-
-
-class Stopped(Exception):
-    """Raised on one stream because another one failed."""
+__all__ = ["Code", "Lines"]
 
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """The function of one stream, and the call that each of its source lines belongs to.
-
-    It takes the inputs, the list of cells through which streams hand over tensors, and the ``workers.Run``.
-    """
+    """A function of the inputs that returns the outputs, and the call that each of its source lines belongs to."""
 
     function: FunctionType
     calls: dict[int, int]
 
 
 class Code:
-    """A recording compiled for a schedule.
+    """A recording compiled: its calls in program order.
 
     Args:
-        prepared: its steps. Locks and the tensors that they read are globals of the generated functions.
+        prepared: its steps. The tensors that they read are globals of the generated functions.
     """
 
     def __init__(self, prepared: PreparedSteps) -> None:
-        self.recording, self.schedule = prepared.recording, prepared.schedule
-        self.memory, self.arena = prepared.memory, prepared.arena
-        self.cells = len(prepared.cells)
-        """Length of the list through which streams hand over tensors."""
+        self.recording, self.memory, self.arena = prepared.recording, prepared.memory, prepared.arena
         storages, home = self.recording.program.storages, self.recording.storage_of
         outside = {storage for storage, kept in enumerate(storages) if kept.role != "intermediate"}
         self.copied = tuple(at for at, slot in enumerate(self.recording.outputs) if home[slot] in outside)
         """Positions of outputs that alias what the executable or its caller holds."""
         fixed = {f"g{slot}": tensor for slot, tensor in prepared.fixed.items()}
-        self.namespace: dict[str, Any] = {"Stopped": Stopped, "flat": flat_tensors} | fixed
+        self.namespace: dict[str, Any] = {"flat": flat_tensors} | fixed
+        self.lines = _emit(prepared, self.namespace, timed=False)
         self._prepared = prepared
-        self._timed: list[Lines] = []
-        self.renew_locks()
+        self._timed: Lines | None = None
 
-    def lines(self) -> list[Lines]:
-        """Write one function per stream; that of stream 0 returns the outputs."""
-        return _emit(self._prepared, self.namespace, timed=False)
-
-    def timed_lines(self) -> list[Lines]:
+    def timed_lines(self) -> Lines:
         """Write the same, noting when each call begins and ends in the lists ``A`` and ``B`` of the namespace."""
-        if not self._timed:
+        if self._timed is None:
             calls = len(self.recording.program.calls)
             self.namespace.update(A=[0] * calls, B=[0] * calls, now=perf_counter_ns)
             self._timed = _emit(self._prepared, self.namespace, timed=True)
         return self._timed
-
-    def renew_locks(self) -> None:
-        """Make the locks between streams anew: after a failure some are open and some are not."""
-        for index in range(len(self.schedule.syncs)):
-            lock = Lock()
-            lock.acquire()
-            self.namespace[f"w{index}"], self.namespace[f"s{index}"] = lock.acquire, lock.release
-        self.namespace["failed"] = False
-
-    def open_locks(self) -> None:
-        """Wake every stream that waits, and tell it to stop."""
-        self.namespace["failed"] = True
-        for index in range(len(self.schedule.syncs)):
-            try:
-                self.namespace[f"s{index}"]()
-            except RuntimeError:  # open already
-                continue
 
 
 @dataclass(slots=True)
@@ -98,12 +66,11 @@ class _Line:
 
 
 class _Writer:
-    """Writes the function of one stream."""
+    """Writes the function."""
 
-    def __init__(self, prepared: PreparedSteps, namespace: dict[str, Any], stream: int) -> None:
+    def __init__(self, prepared: PreparedSteps, namespace: dict[str, Any]) -> None:
         self.prepared = prepared
         self.namespace = namespace
-        self.stream = stream
         self.lines: list[_Line] = []
         self.local: set[int] = set()
         self.call: int | None = None
@@ -127,29 +94,22 @@ class _Writer:
                 pending.pop()
                 continue
             made = self.prepared.maker[now]
-            if now in self.prepared.cells:
-                self.set(now, f"C[{self.prepared.cells[now]}]")
+            missing = [read for read in made.step.reads if self._is_missing(read)]
+            if missing:
+                pending += missing
             else:
-                missing = [read for read in made.step.reads if self._is_missing(read)]
-                if missing:
-                    pending += missing
-                    continue
                 self.run(made, made.step)
-            pending.pop()
+                pending.pop()
 
     def _is_missing(self, slot: int) -> bool:
         return slot not in self.prepared.fixed and slot not in self.inputs and slot not in self.local
-
-    def set(self, slot: int, text: str) -> None:
-        self.local.add(slot)
-        self.add(f"t{slot} = {text}", [f"t{slot}"])
 
     def allocate(self, slot: int) -> None:
         """Write the allocation of a tensor that calls fill in part."""
         ref = self.prepared.recording.refs[slot]
         empty, dtype = self.constant(torch.empty_strided), self.constant(getattr(torch, ref.dtype))
-        self.set(slot, f"{empty}({ref.sizes}, {ref.strides}, dtype={dtype})")
-        self.hand_over(slot)
+        self.local.add(slot)
+        self.add(f"t{slot} = {empty}({ref.sizes}, {ref.strides}, dtype={dtype})", [f"t{slot}"])
 
     def issue(self, one: PreparedStep) -> None:
         """Write a call, after the views it needs; to its buffer where it has one."""
@@ -157,13 +117,6 @@ class _Writer:
             self.need(slot)
         into_buffer = one.filling is not None and one.step.outputs[0] in self.prepared.fixed
         self.run(one, one.filling if into_buffer and one.filling else one.step)
-        for slot in one.step.outputs:
-            self.hand_over(slot)
-
-    def hand_over(self, slot: int) -> None:
-        """Put a tensor where other streams find it, if any needs it."""
-        if slot in self.prepared.cells and slot in self.local:
-            self.add(f"C[{self.prepared.cells[slot]}] = t{slot}", [f"t{slot}"])
 
     def run(self, one: PreparedStep, step: Step) -> None:
         """Write ``step``, whose reads are there."""
@@ -206,7 +159,7 @@ class _Writer:
         gone: dict[int, list[str]] = {}
         for used, index in last.items():
             gone.setdefault(index, []).append(used)
-        source = [f"def {name}(I, C, R):"]
+        source = [f"def {name}(I):"]
         calls = {}
         for index, line in enumerate(self.lines):
             drop = f"; del {', '.join(gone[index])}" if index in gone and not line.text.startswith("return") else ""
@@ -219,46 +172,26 @@ class _Writer:
         return Lines(function, calls)
 
 
-def _emit(prepared: PreparedSteps, namespace: dict[str, Any], *, timed: bool) -> list[Lines]:
-    recording, schedule = prepared.recording, prepared.schedule
-    writers = [_Writer(prepared, namespace, stream) for stream in range(max(schedule.streams, 1))]
-    main = writers[0]
+def _emit(prepared: PreparedSteps, namespace: dict[str, Any], *, timed: bool) -> Lines:
+    """Write the allocations, every call with the views it needs, and the outputs."""
+    writer = _Writer(prepared, namespace)
     for one in prepared.steps:
         for slot in one.step.outputs if one.allocates else ():
             if slot not in prepared.fixed:
-                main.allocate(slot)
-    if schedule.streams > 1:
-        main.add("R.start()")
-    _emit_calls(prepared, writers, timed=timed)
-    if schedule.streams > 1:
-        main.add("R.join()")
-    for slot in recording.outputs:
-        main.need(slot)
-    names = [main.name(slot) for slot in recording.outputs]
-    main.add(f"return [{', '.join(names)}]", [main.name(slot) for slot in recording.outputs if slot in main.local])
-    return [writer.function(f"stream_{writer.stream}" + "_timed" * timed) for writer in writers]
-
-
-def _emit_calls(prepared: PreparedSteps, writers: Sequence[_Writer], *, timed: bool) -> None:
-    """Write every call on its stream, behind what it waits for; a wait is a lock that the producer opens."""
-    schedule = prepared.schedule
-    of_call = {one.step.call: one for one in prepared.steps if one.step.call is not None}
-    waits: dict[int, list[int]] = {}
-    signals: dict[int, list[int]] = {}
-    for index, (producer, consumer) in enumerate(schedule.syncs):
-        signals.setdefault(producer, []).append(index)
-        waits.setdefault(consumer, []).append(index)
-    for call in schedule.order:
-        writer = writers[schedule.stream[call]]
-        writer.call = call
-        for index in waits.get(call, ()):
-            writer.add(f"w{index}()")
-            writer.add("if failed: raise Stopped")
+                writer.allocate(slot)
+    for one in prepared.steps:
+        writer.call = call = one.step.call
+        if call is None:
+            continue
         if timed:
             writer.add(f"A[{call}] = now()")
-        writer.issue(of_call[call])
+        writer.issue(one)
         if timed:
             writer.add(f"B[{call}] = now()")
-        for index in signals.get(call, ()):
-            writer.add(f"s{index}()")
-        writer.call = None
+    writer.call = None
+    outputs = prepared.recording.outputs
+    for slot in outputs:
+        writer.need(slot)
+    names = [writer.name(slot) for slot in outputs]
+    writer.add(f"return [{', '.join(names)}]", [writer.name(slot) for slot in outputs if slot in writer.local])
+    return writer.function("replay" + "_timed" * timed)

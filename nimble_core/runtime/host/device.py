@@ -1,17 +1,16 @@
-"""The host as a device: recorded ATen calls issued again, directly, by one worker or several.
+"""The host as a device: recorded ATen calls issued again, directly, one after the other.
 
 Called what it is: host replay. There is no graph to launch; what is saved is the framework's work around the calls
-(see ``codegen``), and on several cores independent calls run side by side. One worker agrees with eager bit for bit.
-Several share the cores (see ``workers``): sums may be split differently, so results agree with eager to rounding.
+(see ``codegen``). Whatever the streams of a schedule, calls run in program order on the caller's thread, since each
+operator already uses all cores. So replays agree with eager bit for bit, and a call that raises leaves parameters,
+buffers, inputs and random state as eager leaves them.
 
 Memory: results that calls can be told to fill lie in one arena, at planned offsets (``memory_planner``).
-
-Failures: a call that raises leaves parameters, buffers, inputs and random state as eager leaves them. Where a schedule
-does not order the calls that may raise and those that write such, workers wait for each other too (``failure_order``).
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -31,9 +30,7 @@ from nimble_core.runtime.host.buffers import lay_out_buffers
 from nimble_core.runtime.host.codegen import Code
 from nimble_core.runtime.host.executable import HostExecutable, WholeExecutable
 from nimble_core.runtime.host.prepared_steps import PreparedSteps
-from nimble_core.runtime.host.workers import usable_cores
-from nimble_core.scheduling.failure_order import failing_as_eager
-from nimble_core.scheduling.memory_planner import MemoryPlan, plan_memory
+from nimble_core.scheduling.memory_planner import MemoryPlan, check_memory, plan_memory
 from nimble_core.scheduling.memory_requirements import Layout
 from nimble_core.scheduling.simulator import DeviceModel
 from nimble_core.torch_compat.dispatch import no_torch_function
@@ -46,7 +43,7 @@ from nimble_core.utils.errors import CaptureError, DeviceError, NimbleError, fir
 if TYPE_CHECKING:
     from nimble_core.tracing.signature import Signature
 
-__all__ = ["HostDevice", "HostExecutable", "WholeExecutable", "usable_cores"]
+__all__ = ["HostDevice", "HostExecutable", "WholeExecutable"]
 
 _SETTLE_S = 0.02
 """Wait before observing: threads that spin for work after others computed have gone to sleep by then."""
@@ -56,15 +53,15 @@ class HostDevice:
     """Runs models on the CPU."""
 
     kind = "cpu"
-    model = DeviceModel("host", sync_ns=22_000.0)
+    model = DeviceModel("host", per_call=1.0, crowd=sys.maxsize)
+    """Calls side by side would take as long as one after the other, which is how they run."""
 
     def __init__(self) -> None:
         self.name = cpu_name()
 
     def stream_cap(self, asked: int | None) -> int | None:
-        """Cap workers at one per core: more would only wait for each other."""
-        cores = usable_cores()
-        return cores if asked is None else min(asked, cores)
+        """Plan one stream unless more are asked for: calls run one after the other."""
+        return asked or 1
 
     def clock_ns(self) -> float:
         """Read a monotonic clock, ns."""
@@ -106,25 +103,26 @@ class HostDevice:
         layout: Layout | None = None,
         memory: MemoryPlan | None = None,
     ) -> HostExecutable:
-        """Compile ``schedule``: run each call once on copies of what it writes, plan memory if not given.
+        """Compile: run each call once on copies of what it writes, plan memory if what is given is for another order.
 
         Raises:
             CaptureError: a call that cannot be issued again.
             DeviceError: out of memory.
         """
-        if memory is None:
+        in_turn = tuple(range(len(schedule.order)))
+        if memory is None or schedule.order != in_turn:
+            serial = Schedule(schedule.policy, (0,) * len(in_turn), in_turn, ())
             place = (layout or self.lay_out(recording, schedule)).arena
-            memory = plan_memory(recording.program, schedule, place=place)
+            memory = check_memory(recording.program, serial, plan_memory(recording.program, serial, place=place))
         try:
             with (
-                random_state_kept(torch.device("cpu"), recording.generators, recording.draws),
+                random_state_kept(torch.device("cpu"), recording.generators),
                 capture_range(recording.program, schedule),
                 torch.inference_mode(False),
                 issuing("cpu"),
                 no_torch_function(),
             ):
-                issued, memory = failing_as_eager(recording.program, schedule, memory)
-                code = Code(PreparedSteps(recording, issued, inputs, memory))
+                code = Code(PreparedSteps(recording, schedule, inputs, memory))
                 executable = HostExecutable(code, schedule, inputs)
                 return replays_marked(executable, recording.program, schedule)
         except NimbleError:
@@ -217,20 +215,19 @@ def _observation(
         for call, begin, end in zip(calls, begins, ends, strict=True)
     ]
     taken = [[float(ends[call] - begins[call]) for _, begins, ends in seen] for call in range(len(calls))]
-    workers = schedule.streams or 1
     return Observation(
         Timeline(
             run=schedule.policy,
             source="measured",
             clock="host clock",
-            lanes=tuple(Lane(f"worker {index}", "worker") for index in range(workers)),
+            lanes=tuple(Lane(f"worker {index}", "worker") for index in range(schedule.streams or 1)),
             spans=tuple(sorted(spans, key=lambda span: (span.start_ns, span.end_ns))),
             profiled_ns=wall,
             unprofiled_ns=median(plain_ns),
         ),
         Costs(
             ns=tuple(median(one) for one in taken),
-            source=f"host clock, {'one' if workers == 1 else workers}-worker replay",
+            source="host clock, one-worker replay",
             spread_ns=tuple(quantile(one, 0.75) - quantile(one, 0.25) for one in taken),
             observed=len(seen),
             expected=len(calls),

@@ -15,7 +15,6 @@ import torch
 
 from nimble_core.ir.schedule import Schedule, SyncCounts
 from nimble_core.runtime.host.codegen import Code, Lines
-from nimble_core.runtime.host.workers import Crew
 from nimble_core.scheduling.memory_planner import MemoryPlan
 from nimble_core.scheduling.verify_capture import RawGraph
 from nimble_core.torch_compat.autograd import set_grad_enabled
@@ -31,17 +30,14 @@ __all__ = ["HostExecutable", "WholeExecutable"]
 
 
 class HostExecutable:
-    """A schedule as generated code; see ``codegen``. Runs may come from any thread; they take turns.
+    """Calls as generated code, in program order; see ``codegen``. Runs may come from any thread; they take turns.
 
     Inputs are used where they are, never copied: calls that write them write the caller's tensors, as eager does.
     Outputs are new tensors on every run; one that aliases an input or a parameter is copied unless ``static``.
-
-    ``schedule`` is the one that was asked for; ``issued``, by which it runs, may have more waits (``failure_order``).
     """
 
     def __init__(self, code: Code, schedule: Schedule, inputs: Sequence[torch.Tensor]) -> None:
         self.schedule: Schedule = schedule
-        self.issued: Schedule = code.schedule
         self.counts: SyncCounts = schedule.counts
         self.raw: RawGraph | None = None
         self.memory: MemoryPlan | None = code.memory
@@ -54,9 +50,6 @@ class HostExecutable:
         self._rewind = rewinding(code.recording, self._inputs)
         self._copied = code.copied
         self._code: Code | None = code
-        self._lines = code.lines()
-        self._crew = Crew(code, len(self._lines) - 1)
-        self._finalizer = weakref.finalize(self, self._crew.stop)
         _executables.add(self)
 
     def run(self, inputs: Sequence[torch.Tensor], *, static: bool = False) -> list[torch.Tensor]:
@@ -71,7 +64,8 @@ class HostExecutable:
             inputs = [_laid_out(tensor, strides) for tensor, strides in zip(inputs, self._strides, strict=True)]
         try:
             with self._lock:
-                outputs = self._issue(self._open().recording, self._lines, inputs)
+                code = self._open()
+                outputs = self._issue(code.recording, code.lines, inputs)
                 if self._copied and not static:
                     for position in self._copied:
                         outputs[position] = outputs[position].detach().clone()
@@ -85,10 +79,10 @@ class HostExecutable:
     def replay(self) -> None:
         """Run once more on the inputs of preparation."""
         with self._lock:
-            recording = self._open().recording
+            code = self._open()
             if self._rewind:
                 self._rewind()
-            self._issue(recording, self._lines, self._inputs)
+            self._issue(code.recording, code.lines, self._inputs)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -110,37 +104,29 @@ class HostExecutable:
             return wall, list(code.namespace["A"]), list(code.namespace["B"])
 
     def close(self) -> None:
-        """Stop the workers and free the buffers."""
+        """Free the buffers."""
         with self._lock:
-            self._finalizer()
             self._code = self.arena = None
-            self._lines, self._inputs = [], []
-            self._crew = None  # type: ignore[assignment]  # no run comes after this
+            self._inputs = []
 
     def forget(self) -> None:
-        """Let go of runs and workers of other threads, in a process that was forked: they did not come along."""
+        """Let go of runs of other threads, in a process that was forked: they did not come along."""
         self._lock = Lock()
-        if self._code is not None:
-            self._crew.forget()
 
     def _open(self) -> Code:
         if self._code is None:
             raise DeviceError("this executable was closed", fix="prepare again")
         return self._code
 
-    def _issue(
-        self, recording: Recording, lines: Sequence[Lines], inputs: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """Run the functions without autograd and autocast, as ``recording.issuing``, only cheaper."""
+    def _issue(self, recording: Recording, lines: Lines, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run the function without autograd and autocast, as ``recording.issuing``, only cheaper."""
         grad, cast = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
         try:
             set_grad_enabled(False)
             if cast:
                 torch.set_autocast_enabled("cpu", False)
             with no_torch_function():
-                if len(lines) > 1:
-                    return self._crew.run(lines, inputs)
-                outputs: list[torch.Tensor] = lines[0].function(inputs, [], None)
+                outputs: list[torch.Tensor] = lines.function(inputs)
                 return outputs
         except (NimbleError, KeyboardInterrupt):
             raise
@@ -214,13 +200,11 @@ class WholeExecutable:
         self._model = None
 
 
-def _call_of(trace: TracebackType | None, lines: Sequence[Lines]) -> int | None:
+def _call_of(trace: TracebackType | None, lines: Lines) -> int | None:
     """Return the call on whose line of generated code an error was raised."""
-    known = {one.function.__code__: one.calls for one in lines}
     while trace is not None:
-        calls = known.get(trace.tb_frame.f_code)
-        if calls is not None:
-            return calls.get(trace.tb_lineno)
+        if trace.tb_frame.f_code is lines.function.__code__:
+            return lines.calls.get(trace.tb_lineno)
         trace = trace.tb_next
     return None
 

@@ -44,7 +44,7 @@ class PreparedSteps:
 
     Args:
         recording: what to prepare.
-        schedule: a checked schedule of its program.
+        schedule: of its program, for names of ranges.
         inputs: example values.
         memory: where buffers lie; what it does not place is allocated in every run.
     """
@@ -61,8 +61,6 @@ class PreparedSteps:
         self._fix_buffers()
         self._fix_views()
         self.maker = {slot: one for one in self.steps for slot in one.step.outputs if slot >= 0}
-        self.cells = self._cells()
-        """Place of each slot that one stream hands to others, in the list that they share."""
 
     def _run_each(self, inputs: Sequence[torch.Tensor]) -> Iterator[PreparedStep]:
         """Run every step in program order; each tensor lives until its last use."""
@@ -80,7 +78,6 @@ class PreparedSteps:
             for slot, tensor in zip(step.outputs, returned, strict=True):
                 if slot >= 0:
                     tensors[slot] = tensor
-                    self._fix_if_empty(slot, tensor)
             placed = any(self.memory.offsets[storage] >= 0 for storage in fresh)
             fills = placed and can_fill(step) and not returned[0].is_quantized
             yield PreparedStep(
@@ -93,12 +90,6 @@ class PreparedSteps:
             for slot in {*step.reads, *step.outputs} - {-1}:
                 if last[slot] == index:
                     tensors.pop(slot, None)
-
-    def _fix_if_empty(self, slot: int, tensor: torch.Tensor) -> None:
-        """Make an empty result here: nothing orders its readers after the call that makes the rest of its memory."""
-        home = self.recording.program.storages[self.recording.storage_of[slot]]
-        if not tensor.numel() and home.role == "intermediate" and slot not in self.recording.outputs:
-            self.fixed[slot] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
 
     def _fix_buffers(self) -> None:
         """Make the tensors that calls fill, and those allocated between calls, where the plan has them."""
@@ -125,28 +116,6 @@ class PreparedSteps:
             for slot, tensor in zip(step.outputs, flat_tensors(result), strict=True):
                 if slot >= 0:
                     self.fixed.setdefault(slot, tensor)
-
-    def _cells(self) -> dict[int, int]:
-        """Find the slots that one stream makes and another needs, perhaps through views; give each a number."""
-        stream_of = self.schedule.stream
-        sources: dict[int, frozenset[int]] = {}
-        """Tensors made by calls or allocations that each slot is a view of."""
-        for one in self.steps:
-            for slot in one.step.outputs:
-                if slot >= 0 and slot not in self.fixed:
-                    viewed = one.step.call is None and not one.allocates
-                    near = [sources.get(read, frozenset()) for read in one.step.reads]
-                    sources[slot] = frozenset().union(*near) if viewed else frozenset((slot,))
-        calls = [one.step for one in self.steps if one.step.call is not None]
-        needs = [(slot, stream_of[step.call]) for step in calls if step.call is not None for slot in step.reads]
-        needs += [(slot, 0) for slot in self.recording.outputs]
-        cells: dict[int, int] = {}
-        for slot, stream in needs:
-            for source in sources.get(slot, ()):
-                call = self.maker[source].step.call
-                if stream != (0 if call is None else stream_of[call]):
-                    cells.setdefault(source, len(cells))
-        return cells
 
 
 def _shape(result: Any) -> str:

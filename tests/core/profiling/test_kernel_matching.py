@@ -1,17 +1,17 @@
-"""Which activity was which node: by id, by name and order, and what follows for timeline and costs."""
+"""Which activity was which node: by id, and what follows for timeline and costs."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nimble_core.ir.occupancy import Multiprocessors
 from nimble_core.ir.schedule import Schedule
 from nimble_core.ir.timeline import SelfCheck
 from nimble_core.profiling.cupti import Activity
-from nimble_core.profiling.kernel_matching import Launch, Told, observation, tell_by_id, tell_by_order
+from nimble_core.profiling.kernel_matching import Told, observation, tell_by_id
 from nimble_core.scheduling.verify_capture import RawGraph
 
 GPU = Multiprocessors(132, 2048, 65536, 233472)
@@ -22,10 +22,6 @@ PLAN = Schedule("mine", (0, 0, 1, 0), (0, 1, 2, 3), ((0, 2), (2, 3)))
 
 def ran(name: str, start: int, end: int, *, node: int = -1, stream: int = 7) -> Activity:
     return Activity("kernel", name, start, end, stream, node, (8, 1, 1), (64, 1, 1), 32)
-
-
-def named(*names: str) -> tuple[Launch, ...]:
-    return tuple(Launch(name, (8, 1, 1), (64, 1, 1)) for name in names)
 
 
 def seen_as(told: Told, replay: int = 0) -> dict[int, str]:
@@ -103,68 +99,9 @@ def test_the_median_replay_is_drawn_and_medians_are_the_costs() -> None:
     assert seen.costs.ns == (20.0,)
 
 
-def without_ids(runs: list[Activity]) -> list[Activity]:
-    return [replace(one, node=-1) for one in runs]
-
-
-def test_order_tells_kernels_of_one_name_and_what_it_cannot_tell_is_counted() -> None:
-    runs = [replace(one, name="k", node=-1) for one in DIAMOND_RUN]
-    told = tell_by_order(runs, DIAMOND, named("k", "k", "k", "k"), 1)
-    assert [told.runs[node][0].start_ns for node in range(4)] == [100, 112, 113, 142]
-    assert told.check == SelfCheck(4, 4, "name and order", 2)  # 1 and 2: each could be the other
-    assert "2 of them could be another call's" in made(told).timeline.note
-
-
-def test_a_kernel_follows_its_chain_on_its_stream() -> None:
-    raw = RawGraph((1, 2, 3, 4), KERNELS, ((0, 2), (1, 3)), (0, 1, 2, 3))
-    runs = [
-        ran("a", 0, 10, stream=5),
-        ran("b", 0, 11, stream=6),
-        ran("k", 15, 20, stream=6),
-        ran("k", 16, 20, stream=5),
-    ]
-    told = tell_by_order(runs, raw, named("a", "b", "k", "k"), 1)
-    assert [told.runs[node][0].start_ns for node in range(4)] == [0, 0, 16, 15]
-    assert told.check.ambiguous == 2
-
-
-def test_order_goes_through_nodes_that_take_no_time() -> None:
-    raw = RawGraph((1, 2, 3), ("kernel", "empty", "kernel"), ((0, 1), (1, 2)), (0, None, 1))
-    runs = [ran("k", 0, 10), ran("k", 12, 20)]
-    told = tell_by_order(runs, raw, (*named("k"), Launch(), *named("k")), 1)
-    assert [told.runs[node][0].start_ns for node in (0, 2)] == [0, 12]
-    assert told.check == SelfCheck(2, 2, "name and order", 0)
-
-
-def test_other_kernels_than_the_graphs_are_not_told() -> None:
-    launches = named("a", "b", "c", "d")
-    runs = without_ids(DIAMOND_RUN)
-    for wrong in (runs[:-1], [*runs, ran("e", 160, 170)], [*runs[:-1], ran("e", 142, 150)]):
-        told = tell_by_order(wrong, DIAMOND, launches, 1)
-        assert told.runs == {}
-        assert not told.check.passed
-        assert not made(told).timeline.reliable
-
-
-def test_launch_shapes_come_from_the_graph_where_activities_have_none() -> None:
-    bare = [replace(one, node=-1, grid=(0, 0, 0), block=(0, 0, 0), registers=0) for one in DIAMOND_RUN]
-    launches = named("a", "b", "c", "d")
-    seen = made(tell_by_order(bare, DIAMOND, launches, 1), launches=launches)
-    assert {kernel.grid for kernel in seen.costs.kernels} == {(8, 1, 1)}
-    assert len(seen.costs.demand) == 4
-    unknown = made(tell_by_order(bare, DIAMOND, launches, 1))
-    assert unknown.costs.demand == ()
-
-
-def test_copies_are_told_by_kind() -> None:
-    raw = RawGraph((1, 2), ("memcpy", "kernel"), ((0, 1),), (0, 1))
-    runs = [Activity("memcpy", "Memcpy DtoD (Device -> Device)", 0, 4, 7, -1), ran("k", 5, 9)]
-    assert tell_by_order(runs, raw, (Launch(), *named("k")), 1).check.passed
-
-
 @st.composite
-def replayed(draw: st.DrawFn) -> tuple[RawGraph, tuple[Launch, ...], list[Activity], dict[int, int]]:
-    """A graph, what its nodes launch, and one replay of it that keeps its order; ids are twice the nodes."""
+def replayed(draw: st.DrawFn) -> tuple[RawGraph, list[Activity], dict[int, int]]:
+    """A graph, and one replay of it that keeps its order; ids are twice the nodes."""
     size = draw(st.integers(1, 9))
     edges = [(u, v) for v in range(size) for u in range(v) if draw(st.integers(0, 3)) == 0]
     names = [draw(st.sampled_from("ab")) for _ in range(size)]
@@ -175,14 +112,14 @@ def replayed(draw: st.DrawFn) -> tuple[RawGraph, tuple[Launch, ...], list[Activi
         end.append(start + draw(st.integers(1, 9)))
         runs.append(ran(names[node], start, end[node], node=2 * node, stream=draw(st.integers(0, 2))))
     raw = RawGraph(tuple(range(size)), ("kernel",) * size, tuple(sorted(edges)), tuple(range(size)))
-    return raw, named(*names), sorted(runs, key=lambda one: (one.start_ns, one.end_ns)), {2 * n: n for n in range(size)}
+    return raw, sorted(runs, key=lambda one: (one.start_ns, one.end_ns)), {2 * n: n for n in range(size)}
 
 
 @given(replayed(), st.integers(1, 3), st.lists(st.integers(0, 3000), max_size=4))
 def test_ids_are_always_right_whatever_runs_outside_the_graph(
-    case: tuple[RawGraph, tuple[Launch, ...], list[Activity], dict[int, int]], replays: int, outside: list[int]
+    case: tuple[RawGraph, list[Activity], dict[int, int]], replays: int, outside: list[int]
 ) -> None:
-    raw, _, runs, ids = case
+    raw, runs, ids = case
     seen = [replace(r, start_ns=r.start_ns + 999 * k, end_ns=r.end_ns + 999 * k) for k in range(replays) for r in runs]
     seen += [ran("fill of the random state", start, start + 1) for start in outside]
     told = tell_by_id(sorted(seen, key=lambda one: (one.start_ns, one.end_ns)), raw, ids, replays)
@@ -192,31 +129,3 @@ def test_ids_are_always_right_whatever_runs_outside_the_graph(
     drawn = made(told, raw, Schedule("mine", (0,) * size, tuple(range(size)), ()), replays)
     assert sorted(drawn.timeline.nodes) == sorted(ids)
     assert [kernel.node for kernel in drawn.costs.kernels] == sorted(ids)
-
-
-@settings(max_examples=300)
-@given(replayed())
-def test_name_and_order_give_each_activity_once_to_a_node_of_its_name_in_the_graphs_order(
-    case: tuple[RawGraph, tuple[Launch, ...], list[Activity], dict[int, int]],
-) -> None:
-    raw, launches, runs, _ = case
-    told = tell_by_order(without_ids(runs), raw, launches, 1)
-    if not told.runs:  # not found within the limits of the search; said, not guessed
-        assert not told.check.passed
-        return
-    assert sorted(of[0].start_ns for of in told.runs.values()) == [one.start_ns for one in runs]
-    assert all(of[0].name == launches[node].name for node, of in told.runs.items())
-    assert all(told.runs[u][0].start_ns <= told.runs[v][0].start_ns for u, v in raw.edges)
-
-
-@settings(max_examples=500)
-@given(replayed())
-def test_no_more_is_told_wrong_than_is_in_doubt(
-    case: tuple[RawGraph, tuple[Launch, ...], list[Activity], dict[int, int]],
-) -> None:
-    raw, launches, runs, ids = case
-    told = tell_by_order(without_ids(runs), raw, launches, 1)
-    if told.check.passed:
-        exact = tell_by_id(runs, raw, ids, 1)
-        wrong = sum(replace(exact.runs[node][0], node=-1) != of[0] for node, of in told.runs.items())
-        assert wrong <= told.check.ambiguous

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nimble_core.tracing.signature import Signature, nearest, require_plain
+from nimble_core.tracing.signature import Signature, require_plain
 from nimble_core.utils.errors import InputError
 
 X = torch.zeros(2, 3)
@@ -182,32 +182,3 @@ def test_positional_inputs_go_by_the_names_that_users_know() -> None:
     with pytest.raises(InputError) as caught:
         signature.explain((X, [X[0], [0, Box(X)]], 1), {"m": X[0]})
     assert caught.value.what.startswith("rows[1][1] is a Box")
-
-
-ANYTHING = st.recursive(
-    st.one_of(
-        st.builds(torch.zeros, st.lists(st.integers(0, 3), max_size=2).map(tuple)),
-        st.sampled_from([None, 1, 2.0, "a"]),
-    ),
-    lambda inner: st.lists(inner, max_size=2) | st.fixed_dictionaries({}, optional={"a": inner, "b": inner}),
-    max_leaves=4,
-)
-CALLS = st.tuples(st.lists(ANYTHING, max_size=2), st.dictionaries(st.sampled_from("kl"), ANYTHING, max_size=2))
-FIRST = torch.zeros(7)
-"""A tensor there has to be."""
-
-
-@given(st.lists(CALLS, min_size=1, max_size=5), CALLS)
-def test_the_nearest_signature_is_the_one_that_fits_if_one_does(
-    prepared: list[tuple[list[Any], dict[str, Any]]], call: tuple[list[Any], dict[str, Any]]
-) -> None:
-    known = [Signature((FIRST, *args), kwargs) for args, kwargs in prepared]
-    args, kwargs = (FIRST, *call[0]), call[1]
-    found, listed = nearest(known, [False] * len(known), args, kwargs)
-    assert any(found is one for one in known)
-    assert listed.startswith(str(found))
-    assert len(listed.split("; ")) <= 4
-    if any(one.bind(args, kwargs) is not None for one in known):
-        assert found.bind(args, kwargs) is not None
-    again = [*known, Signature(args, kwargs)]
-    assert nearest(again, [False] * len(again), args, kwargs)[0].bind(args, kwargs) is not None

@@ -12,15 +12,11 @@ from typing import Any, NamedTuple
 import numpy
 import pytest
 import torch
-from hypothesis import assume, given
-from hypothesis import strategies as st
-from hypothesis.extra.numpy import array_shapes, arrays
 
 from nimble_core.tracing.pytree import flatten, reader
 from nimble_core.tracing.structure import (
     Difference,
     equal,
-    frozen,
     is_iterator,
     is_plain,
     same_structure,
@@ -80,7 +76,6 @@ def same(a: Any, b: Any) -> bool:
         ([None], [X], ("[0]", "None", "a tensor")),
         ([X], [[X]], ("[0]", "a tensor", "list")),
         (Pair(1, 2), (1, 2), ("", "Pair", "tuple")),
-        ({1}, {2}, ("", "frozenset({1})", "frozenset({2})")),
     ],
 )
 def test_structures_that_differ(a: Any, b: Any, difference: tuple[str, str, str]) -> None:
@@ -100,11 +95,11 @@ def test_plain_values(value: Any) -> None:
     assert shown(value) == repr(value)[:80]
 
 
-@pytest.mark.parametrize("value", [torch.relu, lambda: 1, torch.nn.Linear(1, 1), torch.Generator(), {1, "a"}])
+@pytest.mark.parametrize("value", [torch.relu, lambda: 1, torch.nn.Linear(1, 1), torch.Generator()])
 def test_what_counts_as_itself_and_what_is_not_known(value: Any) -> None:
     assert not is_plain(value)
     assert stands_for_itself(value)
-    for other in (Box(1), UserDict(a=1), Counter("a"), type("Row", (list,), {})(), {Box(1)}):
+    for other in (Box(1), UserDict(a=1), Counter("a"), type("Row", (list,), {})(), {1}, numpy.ones(1), bytearray(b"a")):
         assert not stands_for_itself(other)
 
 
@@ -122,29 +117,6 @@ def test_what_counts_as_itself_and_what_is_not_known(value: Any) -> None:
 def test_equality_of_values(a: Any, b: Any, same: bool) -> None:
     assert equal(a, b) == equal(b, a) == same
     assert equal(a, a)
-
-
-@given(arrays(st.sampled_from(["f4", "f8", "i8", "?", "c8"]), array_shapes(min_side=0, max_side=3)), st.data())
-def test_arrays_are_compared_with_what_was_in_them(array: Any, data: Any) -> None:
-    was = frozen(array)
-    assert equal(was, frozen(array.copy()))
-    assert not equal(was, frozen(numpy.zeros(array.shape, "f2")))
-    assert not equal(was, frozen(array[None]))
-    assert str(list(array.shape)) in shown(was)
-    assume(array.size)
-    at = data.draw(st.integers(0, array.size - 1))
-    array.flat[at] = not array.flat[at] if array.dtype == bool else 7 if array.flat[at] != 7 else 8
-    assert not equal(was, frozen(array))
-
-
-@pytest.mark.parametrize(
-    ("value", "change"), [({1}, lambda s: s.add(2)), (bytearray(b"a"), lambda b: b.extend(b"b"))], ids=["set", "bytes"]
-)
-def test_what_was_changed_in_place_is_another(value: Any, change: Any) -> None:
-    was = frozen(value)
-    assert equal(was, frozen(value))
-    change(value)
-    assert not equal(was, frozen(value))
 
 
 def test_iterators() -> None:

@@ -146,15 +146,14 @@ def test_a_backward_asked_for_on_another_stream_than_its_forward(search: bool) -
 
 
 @pytest.mark.parametrize("fuse", ["library", "inductor"])
-@pytest.mark.parametrize("outputs", ["copy", "static"])
-def test_gradients_are_copied_into_rows_with_padding(fuse: Any, outputs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_copied_into_rows_with_padding(fuse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("_LEAST_SIZE", 1), ("_LEAST_WORK", 1), ("_WORTH", 0.0)):
         monkeypatch.setattr(pad_matmul, name, value)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 203)).to("cuda")
     eager = copy.deepcopy(model)
     x, y = on_gpu(torch.randn(4, 5, 32), torch.randint(203, (4, 5)))
-    net = Nimble(model, Options(fuse=fuse, outputs=outputs)).prepare(x, training=True)
+    net = Nimble(model, Options(fuse=fuse)).prepare(x, training=True)
     half = net.engines[0].backward
     assert half is not None
     program = half.recorded.recording.program
@@ -233,45 +232,17 @@ def test_a_backward_uses_up_what_its_forward_saved(fuse: Any, policy: str) -> No
     net.close()
 
 
-@pytest.mark.parametrize("fuse", ["none", "inductor"])
-def test_static_outputs_are_the_engines_own_and_stay_until_the_next_forward(fuse: Any) -> None:
-    model, x, y = images_net()
-    eager = copy.deepcopy(model)
-    net = Nimble(model, Options(fuse=fuse, policy="nimble", tune="off", outputs="static")).prepare(x, training=True)
-    copies = Nimble(model, Options(fuse=fuse, policy="nimble", tune="off")).prepare(x, training=True)
-    places = set()
-    for _ in range(3):
-        x = torch.randn_like(x)
-        eager.load_state_dict(model.state_dict())
-        out = net(x)
-        kept = out.clone()
-        places.add(out.data_ptr())
-        for one, found in ((net, out), (eager, eager(x))):
-            one.zero_grad()
-            F.cross_entropy(found, y).backward()
-        assert torch.equal(out, kept), "the backward uses up what was saved, not what is shown"
-        assert_same_gradients(net, eager, rtol=1e-2)
-    assert len(places) == 1
-    with torch.no_grad():
-        assert net(x).data_ptr() in places
-    assert copies(x).data_ptr() not in places
-    copies.close()
-    net.close()
-
-
-@pytest.mark.parametrize("outputs", ["copy", "static"])
-def test_outputs_have_eagers_strides_where_a_compiler_pads_them(outputs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies are where they are put right; what is shown as it lies is laid out before."""
+def test_outputs_have_eagers_strides_where_a_compiler_pads_them(monkeypatch: pytest.MonkeyPatch) -> None:
     results_are_padded(monkeypatch)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 61)).to("cuda")
     eager = copy.deepcopy(model)
     x, y = on_gpu(torch.randn(8, 16), torch.randint(0, 61, (8,)))
-    options = Options(fuse="inductor", policy="single", tune="off", outputs=outputs)
+    options = Options(fuse="inductor", policy="single", tune="off")
     net = Nimble(model, options).prepare(x, training=True)
     made = net.engines[0].recorded.recording.program
     assert made.fuse == "inductor", net.engines[0].notes
-    assert made.outputs[0].strides == ((64, 1) if outputs == "copy" else (61, 1))
+    assert made.outputs[0].strides == (64, 1)
     for _ in range(2):
         x = torch.randn_like(x)
         found, expected = net(x), eager(x)

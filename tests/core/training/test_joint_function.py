@@ -127,25 +127,21 @@ class Timed(HostDevice):
 
 
 @pytest.mark.parametrize(
-    ("model", "times_ns", "outputs", "turned"),
+    ("model", "times_ns", "turned"),
     [
-        (Residual(), (2.0, 1.0), "copy", True),
-        (Residual(), (2.0, 1.0), "static", True),
-        (Residual(), (1.0, 2.0), "copy", False),
-        (Residual(), (1.0, None), "copy", False),
-        (Residual().to(memory_format=torch.channels_last), (2.0, 1.0), "copy", False),
-        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), (2.0, 1.0), "copy", True),
-        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), (2.0, 1.0), "static", False),
-        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(2)), (2.0, 1.0), "static", False),
-        (Views(), (2.0, 1.0), "copy", False),
+        (Residual(), (2.0, 1.0), True),
+        (Residual(), (1.0, 2.0), False),
+        (Residual(), (1.0, None), False),
+        (Residual().to(memory_format=torch.channels_last), (2.0, 1.0), False),
+        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), (2.0, 1.0), True),
+        (Views(), (2.0, 1.0), False),
     ],
     ids=[
-        "faster", "faster, shown", "slower", "failed", "already", "images", "images, shown", "views of images, shown",
-        "views",
+        "faster", "slower", "failed", "already", "images", "views",
     ],
 )  # fmt: skip
 def test_the_layout_is_that_of_the_faster_run(
-    model: nn.Module, times_ns: tuple[float | None, ...], outputs: Any, turned: bool
+    model: nn.Module, times_ns: tuple[float | None, ...], turned: bool
 ) -> None:
     x = images()[0]
     whole = ForwardBackward(model, ())
@@ -154,6 +150,6 @@ def test_the_layout_is_that_of_the_faster_run(
     step = Stopwatch()
     joint = record_static(HostDevice(), whole, Signature(example, {}), strict=True, step=step)
     state = {name: one.clone() for name, one in model.state_dict().items()}
-    found = in_better_layout(Timed(*times_ns), whole, joint, Options(outputs=outputs), step)
+    found = in_better_layout(Timed(*times_ns), whole, joint, Options(), step)
     assert (found is not joint) is turned
     torch.testing.assert_close(dict(model.state_dict()), state, rtol=0, atol=0)

@@ -69,18 +69,6 @@ def test_what_the_backward_may_use_up_has_storages_of_its_own() -> None:
     assert uses_up.nbytes == 8192
 
 
-def test_what_is_shown_to_the_caller_is_not_used_up() -> None:
-    memory = torch.zeros(8192 + 512, dtype=torch.uint8)
-    memory = memory[-memory.data_ptr() % 512 :][:8192]
-    named = saved_in(memory)
-    apart = memory[512:544].view(torch.float32)
-    saved, lender = lent(memory, list(named.values()), (), [named["floats"][1:], apart, torch.ones(3)])
-    assert lender is not None
-    assert saved[0] is named["floats"]
-    assert len(saved) == len(named)
-    assert lender.kept == ((512, 32), (1024, 128), (3072, 80), (3584, 256))
-
-
 class Looks(torch.autograd.Function):
     """Keeps positions as numbers, and its backward goes where they say."""
 

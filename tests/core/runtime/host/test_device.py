@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from nimble_core.scheduling.policies import nimble
+from nimble_core.scheduling.simulator import simulate
 from tests.support.host_models import Branches, Prepared
 
 
@@ -25,3 +28,12 @@ def test_observing_sees_every_call_once() -> None:
         assert len(seen.costs.ns) == len(seen.costs.spread_ns) == made.graph.size
         assert seen.costs.reliable
         executable.close()
+
+
+def test_streams_are_expected_to_take_as_long_as_one() -> None:
+    made = Prepared(Branches().eval(), torch.randn(3, 8))
+    lengths = {
+        simulate(made.graph, nimble(made.graph, made.costs, max_streams=cap), made.costs, made.device.model).length_ns
+        for cap in (1, 2, 4)
+    }
+    assert max(lengths) == pytest.approx(min(lengths)) == pytest.approx(sum(made.costs.ns))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+
 import pytest
 import torch
 from torch import nn
@@ -69,7 +73,7 @@ def test_random_calls_draw_what_eager_draws(streams: int) -> None:
     executable.close()
 
 
-def test_workers_do_not_wait_for_an_empty_part_of_a_result() -> None:
+def test_an_empty_part_of_a_result_is_read_on_another_stream() -> None:
     """It has no bytes, so that nothing orders its reader after the call that makes the rest."""
 
     def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,3 +130,24 @@ def test_a_model_called_as_it_is_keeps_its_buffers_to_itself_unless_static() -> 
         first, second = net(torch.ones(3)), net(torch.ones(3))
         assert second.tolist() == [4.0] * 3
         assert first.tolist() == [2.0 if outputs == "copy" else 4.0] * 3
+
+
+def _forked() -> None:
+    torch.set_num_threads(1)  # OpenMP's own threads do not come along
+    model, x = Branches().eval(), torch.randn(3, 8)
+    executable, expected = Prepared(model, x).capture(), eager(model, [x])
+    with executable.paused():  # as another thread's run does
+        child = os.fork()
+        if not child:
+            signal.alarm(30)  # nobody waits for a child that hangs
+            os._exit(0 if same(executable.run([x]), expected) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert same(executable.run([x]), expected)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_an_executable_that_runs_at_a_fork_works_in_the_child() -> None:
+    process = multiprocessing.get_context("spawn").Process(target=_forked)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
