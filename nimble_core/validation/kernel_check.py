@@ -17,7 +17,7 @@ from math import isfinite
 import torch
 
 from nimble_core.ir.call_graph import predecessors
-from nimble_core.ir.program import Call, TensorRef
+from nimble_core.ir.program import Call, Program, TensorRef
 from nimble_core.tracing.operator_traits import storage_address
 from nimble_core.tracing.recorded import Recorded, state_kept
 from nimble_core.tracing.recording import Issuer, Recording, issuing
@@ -138,6 +138,7 @@ class _Walk:
         self._lowest = lowest_precision(eager.recording.program)
         self._owners = _owners(self._kernels)
         self._readers = _readers(self._calls)
+        self._wanted = _last_wanted(variant.recording.program)
         self._done: set[int] = set()
         self._shown: set[int] = set()
         self._dull: set[int] = set()
@@ -155,6 +156,9 @@ class _Walk:
 
     def _compare(self, call: Call) -> None:
         written = dict(self._mine.written(call.index))
+        # Libraries' attention also writes results for a backward that there is not, and leaves some uninitialised.
+        wanted = {ref: one for ref, one in written.items() if self._wanted.get(ref.storage, -1) > call.index}
+        written = wanted or written
         found: dict[TensorRef, list[_Pair]] = {ref: [] for ref in written}
         results = self._results_of(call)
         for index in call.eager:
@@ -304,6 +308,13 @@ def _readers(calls: Sequence[Call]) -> dict[int, set[int]]:
         for ref in call.reads:
             found.setdefault(ref.storage, set()).add(call.index)
     return found
+
+
+def _last_wanted(program: Program) -> dict[int, int]:
+    """Find the last call that reads each storage; beyond the last for what is handed out, or outlives a run."""
+    found = {ref.storage: call.index for call in program.calls for ref in call.reads}
+    kept = {at for at, storage in enumerate(program.storages) if storage.role != "intermediate"}
+    return found | dict.fromkeys(kept | {ref.storage for ref in program.outputs}, len(program.calls))
 
 
 def _as_shape(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:

@@ -67,24 +67,25 @@ KINDS = pytest.mark.parametrize("kind", ["library", pytest.param("inductor", mar
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
-def off_by_one_row(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an operator, or a launch, whose results are each a row too far."""
+def off_by_one_row(func: Callable[..., Any], result: int | None = None) -> Callable[..., Any]:
+    """Return an operator, or a launch, whose results (or only one of them) are a row too far."""
+    only = result
 
     def moved(*args: Any, **kwargs: Any) -> Any:
         result = func(*args, **kwargs)
         made = [result] if isinstance(result, torch.Tensor) else [one for one in result or () if torch.is_tensor(one)]
         made = made or [kwargs["out"]] if "out" in kwargs else made
-        for one in made or [next(arg for arg in reversed(args) if torch.is_tensor(arg))]:
-            if (one.is_floating_point() or one.is_complex()) and one.numel() > 1:
+        for at, one in enumerate(made or [next(arg for arg in reversed(args) if torch.is_tensor(arg))]):
+            if only in (None, at) and one.dtype != torch.bool and one.numel() > 1:
                 one.copy_(one.roll(1, 0 if one.shape[0] > 1 else -1).clone())
         return result
 
     return moved
 
 
-def with_a_fault_at(variant: Recorded, place: int) -> Recorded:
+def with_a_fault_at(variant: Recorded, place: int, result: int | None = None) -> Recorded:
     steps = list(variant.recording.steps)
-    steps[place] = replace(steps[place], func=off_by_one_row(steps[place].func))
+    steps[place] = replace(steps[place], func=off_by_one_row(steps[place].func, result))
     return replace(variant, recording=replace(variant.recording, steps=tuple(steps)))
 
 
@@ -101,6 +102,31 @@ def test_kernels_are_shown_right_and_each_planted_fault_is_found(name: str, devi
     for place, step in enumerate(variant.recording.steps):
         if step.call is not None:
             assert check_kernels(with_a_fault_at(variant, place), [x]).wrong, variant.recording.program.calls[step.call]
+
+
+NORM = torch.ops.aten.native_layer_norm.default
+POOL = torch.ops.aten.max_pool2d_with_indices.default
+ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: NORM(x, [8], None, None, 1e-5),
+        lambda x: POOL(x, [2, 2]),
+        lambda x: ATTENTION(x, x * 2, x + 1),
+    ],
+)
+def test_results_that_nobody_reads_need_not_be_right(call: Callable[[torch.Tensor], Sequence[torch.Tensor]]) -> None:
+    """What reads the other result makes the same of all numbers, and so shows nothing of the call before."""
+    x = torch.randn(2, 3, 8, 8)
+    variant = rewritten(lambda x: call(x)[0].clamp(min=100), x, "library")
+    labels = [one.label for one in variant.recording.program.calls]
+    number = labels.index("clamp") - 1
+    place = next(place for place, step in enumerate(variant.recording.steps) if step.call == number)
+    shown = check_kernels(variant, [x]).shown
+    assert check_kernels(with_a_fault_at(variant, place, result=1), [x]).shown == shown
+    assert check_kernels(with_a_fault_at(variant, place, result=0), [x]).shown < shown
 
 
 @KINDS
