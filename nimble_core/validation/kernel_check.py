@@ -26,7 +26,7 @@ from nimble_core.utils.errors import NimbleError, first_line
 from nimble_core.validation.bounds import BOUNDS, allowed_noise, lowest_precision, working_precision
 from nimble_core.validation.distances import gaps
 from nimble_core.validation.exercise import Copies, StandIns, fresh_like
-from nimble_core.validation.float64_reference import in_float64
+from nimble_core.validation.float64_reference import in_float64, memory_limit, wide_bytes
 
 __all__ = ["KernelCheck", "check_kernels"]
 
@@ -79,16 +79,22 @@ def check_kernels(variant: Recorded, inputs: Sequence[torch.Tensor]) -> KernelCh
 
 
 class _Run:
-    """One of the three runs: a recording on values of its own."""
+    """One of the three runs: a recording on values of its own; in float64 within ``wide_limit`` bytes."""
 
     def __init__(
-        self, recording: Recording, given: dict[int, torch.Tensor], inputs: Sequence[torch.Tensor], *, wide: bool
+        self,
+        recording: Recording,
+        given: dict[int, torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        *,
+        wide_limit: int | None = None,
     ) -> None:
-        copy = Copies(torch.float64 if wide else None)
+        copy = Copies(None if wide_limit is None else torch.float64)
         given = {slot: copy(one) for slot, one in given.items()}
         inputs = [copy(one) for one in inputs]
         self.issuer = Issuer(replace(recording, given=given), inputs)
-        self._around = in_float64([*given.values(), *inputs]) if wide else nullcontext()
+        own = [*given.values(), *inputs]
+        self._around = nullcontext() if wide_limit is None else in_float64(own, wide_limit)
 
     def issue(self, call: int) -> None:
         with self._around:
@@ -128,9 +134,11 @@ class _Walk:
             pairs = zip(variant.folded.constants, made, strict=True)
             folded = {storage_address(was): restrided(now, was.stride()) for was, now in pairs}
         given = stand_ins.given(eager.recording, {})
-        self._mine = _Run(variant.recording, stand_ins.given(variant.recording, folded), inputs, wide=False)
-        self._theirs = _Run(eager.recording, given, inputs, wide=False)
-        self._truth: _Run | None = _Run(eager.recording, given, inputs, wide=True)
+        self._mine = _Run(variant.recording, stand_ins.given(variant.recording, folded), inputs)
+        self._theirs = _Run(eager.recording, given, inputs)
+        limit = memory_limit(eager.signature.device)
+        fits = wide_bytes([*given.values(), *inputs]) <= limit
+        self._truth = _Run(eager.recording, given, inputs, wide_limit=limit) if fits else None
         self._stand_ins = stand_ins
         self._kernels = variant.recording.program.calls
         self._calls = eager.recording.program.calls

@@ -14,6 +14,7 @@ from nimble_core import Options, TrainStep
 from nimble_core.autotune.capture_pipeline import device_for
 from nimble_core.compiler.pipeline import fuse
 from nimble_core.tracing.recorded import Recorded, Stopwatch, check_inputs, record_static
+from nimble_core.validation import kernel_check
 from nimble_core.validation.exercise import Copies, StandIns, fresh_like
 from nimble_core.validation.kernel_check import check_kernels
 from tests.support.fused_models import MODELS, made
@@ -138,6 +139,15 @@ def test_constants_folded_from_other_weights_are_found(kind: str) -> None:
     found = check_kernels(replace(variant, folded=replace(variant.folded, compute=lambda stand_in: stale)), [x])
     assert "convolution" in found.wrong
     assert ".py:" in found.wrong, "with the line of the model"
+
+
+def test_without_memory_for_float64_eager_alone_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = model_and_input("tower", "cpu")
+    variant = rewritten(model, x, "library")
+    monkeypatch.setattr(kernel_check, "memory_limit", lambda device: 100)
+    monkeypatch.setattr(kernel_check, "in_float64", None)
+    assert check_kernels(variant, [x]).passed
+    assert check_kernels(with_a_fault_at(variant, len(variant.recording.steps) - 1), [x]).wrong
 
 
 def test_the_model_its_input_and_random_numbers_stay_as_they_are() -> None:
