@@ -79,11 +79,11 @@ class Judge:
             self._cases = cases = eager_cases(self.recorded, thorough=True)
             self._thorough = True
             check = cases.judged(name, variant, executable.run)
-        if not check.reason.startswith(DROWNED):
+        if not (check.differs or check.reason.startswith(DROWNED)):
             return check
         if fused and not self.recorded.trained:
             return self._by_kernels(check, variant)
-        if not _is_whole_step(variant):
+        if check.differs or not _is_whole_step(variant):
             return check
         try:
             return self._in_parts(name, variant, executable, cases, check)
@@ -93,14 +93,30 @@ class Judge:
             self.notes.append(f"{name} could not be judged in parts: {first_line(error)}")
             return check
 
+    def faults(self, kind: str) -> KernelCheck | None:
+        """Return what was found of kernels of which some are wrong or not shown; None if none are to blame."""
+        found = self._each_kernel.get(kind)
+        return found if found is not None and found.faults else None
+
+    def forget(self, kind: str) -> None:
+        """Forget what was found of kernels of this kind, which are made anew."""
+        for one in (self._kernels, self._each_kernel, self._issued):
+            one.pop(kind, None)
+
     def _by_kernels(self, check: EqualityCheck, variant: Recorded) -> EqualityCheck:
-        """Judge outputs that hardly move with inputs by the kernels that made them, each on values that show it."""
+        """Judge outputs that hardly move with inputs by the kernels that made them, each on values that show it.
+
+        Of outputs that differ, find the kernels to blame.
+        """
         kind = variant.recording.program.fuse
         if kind not in self._each_kernel:
             found = self._each_kernel[kind] = check_kernels(variant, self.cases().eager[0][0])
+            why = "outputs differ from eager's" if check.differs else "outputs hardly move with inputs"
             compared = f"{found.shown} of its {found.calls} kernels were shown right one by one"
-            self.notes.append(f"{kind}: outputs hardly move with inputs; {compared}")
+            self.notes.append(f"{kind}: {why}; {compared}")
         found = self._each_kernel[kind]
+        if check.differs:
+            return check
         if found.wrong:
             return replace(check, reason=f"a kernel does not compute what eager does: {found.wrong}")
         reason = f"{check.reason}; nor is it shown of {found.unshown}" if found.unshown else ""

@@ -17,29 +17,7 @@ from nimble_core.tracing.recorded import Recorded, Stopwatch, check_inputs, reco
 from nimble_core.validation import kernel_check
 from nimble_core.validation.exercise import Copies, StandIns, fresh_like
 from nimble_core.validation.kernel_check import check_kernels
-from tests.support.fused_models import MODELS, made
-
-
-class AlwaysTheSame(nn.Module):
-    """Zero-initialised scale and head: whatever goes in, and whatever kernels do, the outputs are the head's bias."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(3, 8, 3, padding=1),
-            nn.BatchNorm2d(8),
-            nn.ReLU(),
-            nn.Conv2d(8, 8, 3),
-            nn.BatchNorm2d(8),
-            nn.ReLU(),
-        )
-        self.head = nn.Linear(8, 5)
-        with torch.no_grad():
-            self.body[4].weight.zero_()  # type: ignore[operator]  # a parameter
-            self.head.weight.zero_()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(x).mean((2, 3)))
+from tests.support.fused_models import KINDS, MODELS, AlwaysTheSame, made
 
 
 def rewritten(model: Any, x: torch.Tensor, kind: Any) -> Recorded:
@@ -64,7 +42,6 @@ def spectrum(x: torch.Tensor) -> torch.Tensor:
     return torch.fft.irfft(torch.fft.rfft(x * 2 + 1).exp(), n=x.shape[-1]).relu()
 
 
-KINDS = pytest.mark.parametrize("kind", ["library", pytest.param("inductor", marks=pytest.mark.compiler)])
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
