@@ -225,6 +225,7 @@ class _Tuning:
                 )
                 return True
         trials.clear()
+        self.judge.forget(kind)  # what is made now need not be the same
         return False
 
     # -- what there is to choose from --

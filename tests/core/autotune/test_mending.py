@@ -132,6 +132,25 @@ def test_a_choice_that_is_recalled_keeps_eagers_calls(
     assert programs(found[0])[0].kept == programs(found[1])[0].kept != frozenset()
 
 
+@torch.no_grad()
+@KINDS
+def test_what_was_wrong_of_a_recalled_choice_says_nothing_of_new_kernels(
+    kind: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("NIMBLE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("nimble_core.autotune.autotune._kinds", lambda device, options: ("none", kind))
+    monkeypatch.setattr("nimble_core.autotune.autotune.choose", the_last)
+    model, x = constant()
+    options = quick("auto", tune="fast", policy="auto", budget_s=60.0)
+    Nimble(model, options).prepare(x)
+    first = iter([True])
+    plant(monkeypatch, of_old_weights, lambda node: reads_the_input(node) and next(first, False))
+    net = Nimble(model, options).prepare(x)
+    assert next(first, None) is None
+    assert fused(net) == kind
+    assert not programs(net)[0].kept
+
+
 def the_last(found: Any, *args: Any, **more: Any) -> Choice:
     return Choice(list(found)[-1], True)
 
