@@ -202,9 +202,9 @@ def _lifted(recorded: Recorded, decisions: Decisions, *, compiled: bool) -> fx.G
 def _keep_calls(module: fx.GraphModule, decisions: Decisions) -> None:
     """Put eager calls that were chosen to run as they are out of reach of rewrites and compilers."""
     for node in module.graph.nodes:
-        may_be_kept = calls_of(node) and isinstance(node.target, OpOverload) and not pinned(node)
-        if may_be_kept and decisions.take(node, EAGER_CALL, wanted=False):
-            node.target = kept_form(node.target) or node.target
+        may_be_kept = calls_of(node) and isinstance(node.target, OpOverload) and node.all_input_nodes
+        if may_be_kept and not pinned(node) and decisions.take(node, EAGER_CALL, wanted=False):
+            node.target = kept_form(node.target, node.args) or node.target
 
 
 def _refuse_opaque(module: fx.GraphModule, program: Program) -> None:

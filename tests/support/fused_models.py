@@ -153,7 +153,7 @@ def mistaken(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def wrong(module: Any) -> int:
         for node in module.graph.nodes:
-            if node.target in (torch.ops.aten.relu.default, kept_form(torch.ops.aten.relu.default)):
+            if node.target in (torch.ops.aten.relu.default, kept_form(torch.ops.aten.relu.default, ())):
                 node.target = torch.ops.aten.leaky_relu.default
         return real(module)
 

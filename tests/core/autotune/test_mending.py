@@ -14,10 +14,13 @@ from torch import fx, nn
 from nimble_core import Nimble
 from nimble_core.autotune.choice import Choice
 from nimble_core.compiler import pipeline
-from nimble_core.ir.program import EAGER_CALL
+from nimble_core.ir.program import EAGER_CALL, KernelChoice
+from nimble_core.runtime.host.device import HostDevice
 from nimble_core.scheduling.saved_plan import Plan
+from nimble_core.tracing.recorded import Stopwatch, check_inputs, record_static
+from nimble_core.validation.judge import issued
 from nimble_core.validation.kernel_check import check_kernels
-from tests.support.fused_models import KINDS, AlwaysTheSame, engine, fused, programs, quick
+from tests.support.fused_models import KINDS, MODELS, AlwaysTheSame, engine, fused, made, programs, quick
 
 CONVOLUTION, RELU = torch.ops.aten.convolution.default, torch.ops.aten.relu.default
 
@@ -187,3 +190,36 @@ def test_what_cannot_be_mended_is_left_out_after_two_rounds(kind: Any, monkeypat
     assert any(note.startswith(f"{kind}: left out") for note in engine(net).notes)
     assert not any("in place of" in note for note in engine(net).notes)
     torch.testing.assert_close(net(x), model(x))
+
+
+class Positions(nn.Module):
+    """Tensors made of no tensor, numbers where operators take tensors, and a write in place."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        at = torch.arange(x.shape[-1], device=x.device) * 0.5 + 1
+        y = (x * 2 + at).softmax(-1)
+        y[:, 0] = 3
+        return torch.cat([y, x.masked_fill(x > 0, 0.0)]).sum(-1, dtype=torch.float64)
+
+
+@torch.no_grad()
+@KINDS
+@pytest.mark.parametrize("name", [*MODELS, "positions"])
+@pytest.mark.parametrize("every", [1, 2])
+def test_any_calls_can_be_kept(name: str, every: int, kind: Any) -> None:
+    model, draw = made(name) if name in MODELS else (Positions(), lambda: torch.randn(5, 4))
+    x = draw()
+    device = HostDevice()
+    eager = record_static(device, model, check_inputs(model, (x,), {}), strict=True, step=Stopwatch())
+    calls = eager.recording.program.calls
+    choices = [KernelChoice(call.index, EAGER_CALL) for call in calls[::every]]
+    variant = pipeline.fuse(device, eager, kind, choices=choices, step=Stopwatch())
+    program = variant.recording.program
+    assert program.kept
+    if every == 1:
+        others = {call.operator for call in program.calls} - {call.operator for call in calls}
+        assert all("fill" in one for one in others), "what writes in place is never kept"
+    found = check_kernels(variant, [x])
+    assert found.wrong == ""
+    assert found.passed or every > 1
+    torch.testing.assert_close(issued(device, variant)([x])[0], model(x))

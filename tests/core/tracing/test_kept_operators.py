@@ -20,6 +20,10 @@ aten = torch.ops.aten
     ("func", "run"),
     [
         (aten.relu.default, lambda func, x: func(x)),
+        (aten.mul.Tensor, lambda func, x: func(x, x)),
+        (aten.mul.Tensor, lambda func, x: func(x, 2.5)),
+        (aten.add.Tensor, lambda func, x: func(x, 2, alpha=3)),
+        (aten.clamp.Tensor, lambda func, x: func(x, None, x)),
         (aten.native_layer_norm.default, lambda func, x: func(x, [4], None, None, 1e-5)[0]),
         (aten.gelu.default, lambda func, x: func(x, approximate="tanh")),
         (aten._softmax.default, lambda func, x: func(x, -1, False)),
@@ -28,15 +32,21 @@ aten = torch.ops.aten
     ],
 )
 def test_a_kept_operator_does_the_same_and_is_recorded_as_what_it_does(func: Any, run: Callable[..., Any]) -> None:
-    kept, x = kept_form(func), torch.randn(3, 4)
-    assert kept is not None
-    assert kept is kept_form(func) is not func
-    assert eager_form(kept) is func
-    assert eager_form(func) is None
-    assert torch.equal(run(kept, x), run(func, x))
+    x, seen = torch.randn(3, 4), []
+
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        form = kept_form(func, args)
+        assert form is not None
+        seen.append(form)
+        return form(*args, **kwargs)
+
     made = run(func, x)
+    assert torch.equal(run(kept, x), made)
     with FakeTensorMode() as fake:
         found = run(kept, fake.from_tensor(x))
+    assert seen[0] is seen[1]
+    assert eager_form(seen[0]) is func
+    assert eager_form(func) is None
     assert (found.shape, found.dtype) == (made.shape, made.dtype)
 
     def model(x: torch.Tensor) -> Any:
@@ -49,4 +59,4 @@ def test_a_kept_operator_does_the_same_and_is_recorded_as_what_it_does(func: Any
 
 @pytest.mark.parametrize("func", [aten.relu_.default, aten.view.default, aten.rand.default, torch.relu])
 def test_what_writes_shows_or_draws_is_not_kept(func: Any) -> None:
-    assert kept_form(func) is None
+    assert kept_form(func, ()) is None
