@@ -40,7 +40,7 @@ from nimble_core.tracing.signature import Signature
 from nimble_core.tracing.step_wrapper import Around, require_training_mode
 from nimble_core.training.prepare_training import make_trainable
 from nimble_core.utils.errors import CaptureError, InputError
-from nimble_core.validation.eager_cases import eager_cases
+from nimble_core.validation.judge import Judge
 
 __all__ = ["prepare_inference", "prepare_training"]
 
@@ -123,7 +123,9 @@ def _follow(device: Device, recorded: Recorded, options: Options, plan: Plan, wa
         executable = capture(device, recorded, schedule, memory_limit=options.memory_limit)
         wrong = ""
         if recorded.eager is not None:
-            check = eager_cases(recorded, truth=True).judged("plan", recorded, executable.run)
+            judge = Judge(device, recorded.eager)
+            check = judge.judged("plan", recorded, executable)
+            notes = (*notes, *judge.notes)
             wrong = f"the plan's kernels are not right here: {check.reason}" if check.differs else ""
     return _Chosen(executable, recorded, notes, wrong=wrong)
 

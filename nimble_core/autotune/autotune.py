@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from nimble_core.autotune.budget import Budget, compile_s
-from nimble_core.autotune.capture_pipeline import capture, observe, schedule_by
+from nimble_core.autotune.capture_pipeline import capture, observe
 from nimble_core.autotune.choice import MemoryPrice, choose
 from nimble_core.autotune.disk_cache import cache_directory, choice_key, recall, remember
+from nimble_core.autotune.mending import mend
 from nimble_core.autotune.plans import (
     Planned,
     asked_plan,
@@ -188,7 +189,7 @@ class _Tuning:
             variant = trials.variants[kind]
             plan = make_plan(variant.recording.program, variant.graph, trials.executables[best].schedule)
             remember(_key(self.device, self.recorded, self.options), plan)
-        trials.close(keep=self._shown(best))
+        trials.close(keep=trials.shown(best))
         return Tuned(
             trials.executables[best],
             trials.variants[kind],
@@ -224,6 +225,7 @@ class _Tuning:
                 )
                 return True
         trials.clear()
+        self.judge.forget(kind)  # what is made now need not be the same
         return False
 
     # -- what there is to choose from --
@@ -240,7 +242,7 @@ class _Tuning:
             with trials.or_left_out(kind):
                 if not self._made(kind):
                     continue
-                if (measured or measure_single) and not self._watched(kind, search):
+                if (measured or measure_single) and not self._watched(kind):
                     continue
                 if kind not in baseline:
                     with self.step("schedule"):
@@ -249,6 +251,8 @@ class _Tuning:
         several = len(trials.executables) > 1
         if (search and several) or any(kind != "none" for kind in kinds):
             self._check()
+            for kind in () if measured or measure_single else kinds:
+                self._mend(kind, lambda one: self._planned(one, search, measure_single)[0])
         if measured and several and (options.policy == "auto" or len(kinds) > 1):
             self._time(trials.executables)
             if search and options.memory_limit is None:
@@ -276,21 +280,30 @@ class _Tuning:
             trials.fuse_s[kind] = time.perf_counter() - start
         return True
 
-    def _watched(self, kind: Fuse, search: bool) -> bool:
+    def _watched(self, kind: Fuse) -> bool:
         """Watch one stream of these kernels; False if that could not be captured, or other kernels are wrong."""
         trials, single = self.trials, variant_name(kind, "single")
-        variant = trials.variants[kind]
         if single not in trials.executables:
-            schedule = schedule_by(variant, "single", None, 1)
-            self._capture(Planned(kind, replace(schedule, policy=single)))
-        if search and kind != "none" and single in trials.executables:
+            self._capture(asked_plan(kind, trials.variants[kind], "single", None, 1))
+        if kind != "none" and single in trials.executables:
             self._check(kind)  # kernels that are wrong must not displace plans of others
+            self._mend(kind, lambda one: asked_plan(one, trials.variants[one], "single", None, 1))
         if single not in trials.executables or (kind != "none" and trials.wrong(single)):
             return False
         # Replays of a training step train: what is judged later starts from where this one did.
         with self.step("measure calls"), state_kept(self.recorded):
-            trials.observed[kind] = observe(self.device, variant, trials.executables[single])
+            trials.observed[kind] = observe(self.device, trials.variants[kind], trials.executables[single])
         return True
+
+    def _mend(self, kind: Fuse, planned: Callable[[Fuse], Planned]) -> None:
+        """Make kernels of this kind again without those found wrong, and capture and check a plan for them."""
+
+        def try_again() -> None:
+            self._capture(planned(kind))
+            self._check(kind)
+
+        with self.trials.or_left_out(kind):
+            mend(kind, self.trials, self.judge, self.options, self.budget, try_again, step=self.step)
 
     def _planned(self, kind: Fuse, search: bool, measure_single: bool) -> list[Planned]:
         """Plan these kernels, and write the plans down; return those to capture, the most promising first."""
@@ -442,15 +455,6 @@ class _Tuning:
                 self.wrong = reason
         self.trials.amend(best, chosen=True)
         return best
-
-    def _shown(self, best: str) -> set[str]:
-        """Return what stays open: one stream of eager's and of the best kernels, the best, the fastest of several."""
-        found = self.trials.candidates
-        kind = found[best].fuse
-        single = variant_name(kind, "single")
-        several = [name for name in self.trials.executables if found[name].fuse == kind and name != single]
-        times = {name: one.median_ns if (one := found[name].measurement) else 0.0 for name in several}
-        return {"single", single, best, min(several, key=lambda name: times[name], default=best)}
 
 
 def _kinds(device: Device, options: Options) -> tuple[Fuse, ...]:

@@ -127,6 +127,24 @@ class Trials:
             if kind != "none" and reasons and not self.right((kind,)):
                 self.notes.append(f"{kind}: left out: {reasons[0]}")
 
+    def forget(self, kind: str) -> None:
+        """Close and forget all candidates of one kind of kernels, which are made anew."""
+        for name in [name for name, one in self.candidates.items() if one.fuse == kind]:
+            if name in self.executables:
+                self.executables.pop(name).close()
+            del self.candidates[name]
+            self.checks.pop(name, None)
+        self.observed.pop(kind, None)
+
+    def shown(self, best: str) -> set[str]:
+        """Return what stays open: one stream of eager's and of the best kernels, the best, the fastest of several."""
+        found = self.candidates
+        kind = found[best].fuse
+        single = variant_name(kind, "single")
+        several = [name for name in self.executables if found[name].fuse == kind and name != single]
+        times = {name: one.median_ns if (one := found[name].measurement) else 0.0 for name in several}
+        return {"single", single, best, min(several, key=lambda name: times[name], default=best)}
+
     def close(self, keep: Collection[str] = ()) -> None:
         """Close all that runs but what is named."""
         for name in [one for one in self.executables if one not in keep]:

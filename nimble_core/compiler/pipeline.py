@@ -40,9 +40,11 @@ from nimble_core.compiler.passes.split_constants import split_constants
 from nimble_core.compiler.rerecord import tracked
 from nimble_core.compiler.to_fx import calls_of, draws, lift, pinned, reference_of
 from nimble_core.ir.call_graph import build_graph
-from nimble_core.ir.program import Fuse, KernelChoice, Origin, Program, Role
+from nimble_core.ir.program import EAGER_CALL, Fuse, KernelChoice, Origin, Program, Role
 from nimble_core.runtime.device import Device
 from nimble_core.scheduling.saved_plan import Plan
+from nimble_core.torch_compat.dispatch import OpOverload
+from nimble_core.tracing.kept_operators import kept_form
 from nimble_core.tracing.kernel_launches import Relaunch
 from nimble_core.tracing.operator_traits import fills
 from nimble_core.tracing.recorded import Recorded, state_kept
@@ -141,7 +143,7 @@ def _rewritten(device: Device, recorded: Recorded, decisions: Decisions, *, comp
     if recorded.trained:
         return _rewritten_step(device, recorded, decisions, compiled=compiled)
     where, on_cuda = recorded.signature.device, device.kind == "cuda"
-    module = _lifted(recorded, compiled=compiled)
+    module = _lifted(recorded, decisions, compiled=compiled)
     affine_norms(module)
     share_equal(module)
     channels_last = on_cuda and not contiguous_is_faster(module, where, decisions, compiled=compiled)
@@ -166,7 +168,7 @@ def _rewritten(device: Device, recorded: Recorded, decisions: Decisions, *, comp
 
 def _rewritten_step(device: Device, recorded: Recorded, decisions: Decisions, *, compiled: bool) -> fx.GraphModule:
     """Lift and rewrite a training step, or half of one, channels last if that is faster."""
-    module, turned = (_lifted_step(recorded, compiled=compiled) for _ in range(2))
+    module, turned = (_lifted_step(recorded, decisions, compiled=compiled) for _ in range(2))
     if to_channels_last(turned):
         turned.recompile()
         inputs = recorded.signature.tensors
@@ -180,8 +182,8 @@ def _rewritten_step(device: Device, recorded: Recorded, decisions: Decisions, *,
     return module
 
 
-def _lifted_step(recorded: Recorded, *, compiled: bool) -> fx.GraphModule:
-    module = _lifted(recorded, compiled=compiled)
+def _lifted_step(recorded: Recorded, decisions: Decisions, *, compiled: bool) -> fx.GraphModule:
+    module = _lifted(recorded, decisions, compiled=compiled)
     bring_seeds(module)
     split_backward(module)
     keep_strides(module, exactly=True, free=recorded.copied_out)
@@ -189,11 +191,20 @@ def _lifted_step(recorded: Recorded, *, compiled: bool) -> fx.GraphModule:
     return module
 
 
-def _lifted(recorded: Recorded, *, compiled: bool) -> fx.GraphModule:
+def _lifted(recorded: Recorded, decisions: Decisions, *, compiled: bool) -> fx.GraphModule:
     module = lift(recorded.recording)
+    _keep_calls(module, decisions)
     if compiled:
         _refuse_opaque(module, recorded.recording.program)
     return module
+
+
+def _keep_calls(module: fx.GraphModule, decisions: Decisions) -> None:
+    """Put eager calls that were chosen to run as they are out of reach of rewrites and compilers."""
+    for node in module.graph.nodes:
+        may_be_kept = calls_of(node) and isinstance(node.target, OpOverload) and node.all_input_nodes
+        if may_be_kept and not pinned(node) and decisions.take(node, EAGER_CALL, wanted=False):
+            node.target = kept_form(node.target, node.args) or node.target
 
 
 def _refuse_opaque(module: fx.GraphModule, program: Program) -> None:

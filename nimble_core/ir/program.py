@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 __all__ = [
+    "EAGER_CALL",
     "Access",
     "Call",
     "Fuse",
@@ -24,6 +25,8 @@ __all__ = [
 
 Phase = Literal["forward", "loss", "backward", "optimizer"]
 Fuse = Literal["none", "library", "inductor"]
+EAGER_CALL = "eager's call"
+"""What a ``KernelChoice`` names that keeps an eager call as it is."""
 Role = Literal["input", "parameter", "buffer", "constant", "intermediate", "generator"]
 
 
@@ -221,3 +224,8 @@ class Program:
     notes: tuple[str, ...] = field(default=())
     fuse: Fuse = "none"
     choices: tuple[KernelChoice, ...] = ()
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """Eager calls that run as they are among other kernels."""
+        return frozenset(choice.call for choice in self.choices if choice.kernel == EAGER_CALL)

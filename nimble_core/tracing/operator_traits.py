@@ -11,6 +11,7 @@ import torch
 
 from nimble_core.ir.program import Role
 from nimble_core.torch_compat.dispatch import COMPOSITE, OpOverload, has_kernel
+from nimble_core.tracing.kept_operators import eager_form
 from nimble_core.tracing.recording import Slot, flat_tensors
 from nimble_core.utils.errors import CaptureError
 
@@ -109,12 +110,12 @@ def traits_of(func: Any) -> Traits:
 
 
 def parts_of(func: Any) -> Callable[..., Any] | None:
-    """Return what decomposes ``func`` where a dispatch mode sees a composite operator whole; None elsewhere.
+    """Return what decomposes ``func`` where a dispatch mode sees a composite, or kept, operator whole; None elsewhere.
 
     Autograd decomposes ``linear`` or ``batch_norm`` before a mode sees them, but ``inference_mode`` leaves autograd
     out. A mode that calls this with itself entered sees the same operators in both.
     """
-    return _composite(func) if torch.is_inference_mode_enabled() else None
+    return eager_form(func) or (_composite(func) if torch.is_inference_mode_enabled() else None)
 
 
 @cache

@@ -51,7 +51,9 @@ class Cases:
     names: tuple[str, ...] = ()
     written: Sequence[Update] = ()
 
-    def judged(self, name: str, recorded: Recorded, run: Run, *, by_truth: bool = True) -> EqualityCheck:
+    def judged(
+        self, name: str, recorded: Recorded, run: Run, *, by_truth: bool = True, slack: float = 1.0
+    ) -> EqualityCheck:
         """Check whether runs, each from the state that eager started from, do what eager does.
 
         Args:
@@ -59,6 +61,7 @@ class Cases:
             recorded: whose state runs write.
             run: from input tensors to output tensors.
             by_truth: float64 decides where it is known; else eager.
+            slack: how many tolerances outputs may be from eager's.
 
         Raises:
             DeviceError: a run failed.
@@ -71,6 +74,7 @@ class Cases:
             lowest=self.lowest,
             perturbed=self.moved,
             names=self.names,
+            slack=slack,
         )
         return (check.passed and self.wrong_state(name, recorded, run)) or check
 

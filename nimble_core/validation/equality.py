@@ -50,6 +50,7 @@ def check_equality(
     lowest: str = "",
     perturbed: Sequence[Sequence[torch.Tensor]] | None = None,
     names: Sequence[str] = (),
+    slack: float = 1.0,
 ) -> EqualityCheck:
     """Run ``replay`` twice on every case and judge its outputs.
 
@@ -72,6 +73,7 @@ def check_equality(
         perturbed: for each case eager's outputs with its results perturbed, in place of ``references``. Not used if not
             finite, or of another shape.
         names: what messages call the outputs (``"gradient of conv.weight"``); none by default.
+        slack: how many tolerances outputs may be from eager's.
     """
     eager = [outputs for _, outputs in cases]
     runs: list[Run] = []
@@ -88,7 +90,7 @@ def check_equality(
     truth, moved = (_usable(others, eager, infinite) for others in (references, perturbed))
     runs = [(case, without(infinite[case], out)) for case, out in runs]
     eager = [without(where, out) for where, out in zip(infinite, eager, strict=True)]
-    verdicts = _verdicts(runs, eager, truth, moved, precision)
+    verdicts = _verdicts(runs, eager, truth, moved, precision, slack * BOUNDS[precision].tolerance)
     if names:
         verdicts = [replace(one, name=name) for one, name in zip(verdicts, names, strict=True)]
     error = max(relative_error(out, eager[case]) for case, out in runs)
@@ -163,6 +165,7 @@ def _verdicts(
     truth: Sequence[Sequence[torch.Tensor]] | None,
     moved: Sequence[Sequence[torch.Tensor]] | None,
     precision: str,
+    tolerance: float,
 ) -> list[Verdict]:
     """Judge each output."""
     scales = [gaps(outputs) for outputs in eager]
@@ -175,7 +178,7 @@ def _verdicts(
     by_eager = []
     for tensor, scale, effect, error, noise in zip(eager[0], scales[0], effects, errors, noises, strict=True):
         # A gradient that is zero in both cases has to be zero.
-        floor = BOUNDS[precision].tolerance if moved is None or scale.norm else 0.0
+        floor = tolerance if moved is None or scale.norm else 0.0
         allowed = partial(allowed_noise, count=tensor.numel(), size=1.0, precision=precision)
         by_eager.append(_verdict(error, _bounds(noise, allowed, floor), effect))
     if truth is None:

@@ -26,10 +26,9 @@ from nimble_core.tracing.rng_state import random_state_kept
 from nimble_core.utils.errors import InputError, NimbleError
 from nimble_core.utils.units import format_bytes
 
-__all__ = ["MEMORY_LIMIT", "Reference", "in_float64", "reference_outputs"]
+__all__ = ["Reference", "in_float64", "memory_limit", "reference_outputs", "wide_bytes"]
 
-MEMORY_LIMIT = 8 << 30
-"""Most bytes that parameters, buffers and inputs may take in float64."""
+_MEMORY_LIMITS = {"cpu": 8 << 30, "cuda": 32 << 30}
 
 _WIDE = {
     torch.float16: torch.float64,
@@ -75,7 +74,7 @@ def reference_outputs(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     *,
-    limit_bytes: int = MEMORY_LIMIT,
+    limit_bytes: int | None = None,
 ) -> Reference:
     """Run ``model(*args, **kwargs)`` in float64, on the same device, without autocast.
 
@@ -88,16 +87,15 @@ def reference_outputs(
         model: module or function.
         args: positional inputs.
         kwargs: keyword inputs.
-        limit_bytes: do not try if parameters, buffers and inputs in float64 would take more, or more than half of what
-            the device has free.
+        limit_bytes: do not try if parameters, buffers and inputs in float64 would take more; None: as ``memory_limit``
+            says.
     """
     try:
         tensors, structure = flatten((tuple(args), dict(kwargs)), what="input")
         device = tensors[0].device if tensors else torch.device("cpu")
-        if device.type == "cuda":
-            limit_bytes = min(limit_bytes, torch.cuda.mem_get_info(device)[0] // 2)
+        limit_bytes = memory_limit(device) if limit_bytes is None else limit_bytes
         owned = [tensor for module in _modules_of(model).values() for _, _, tensor in owned_tensors(module)]
-        needed = sum({id(tensor): _wide_bytes(tensor) for tensor in (*tensors, *owned)}.values())
+        needed = wide_bytes((*tensors, *owned))
         if needed > limit_bytes:
             return Reference(None, _too_large(needed, limit_bytes))
         copies: dict[int, Any] = {id(tensor): _widened(tensor) for tensor in tensors}
@@ -116,7 +114,18 @@ def reference_outputs(
         return Reference(None, f"{type(error).__name__}: {lines[0][:200] if lines else ''}".rstrip(": "))
 
 
-def in_float64(own: Iterable[torch.Tensor], limit_bytes: int = MEMORY_LIMIT) -> TorchDispatchMode:
+def memory_limit(device: torch.device) -> int:
+    """Return the most bytes that tensors may take in float64: on a GPU at most half of what it has free."""
+    limit = _MEMORY_LIMITS.get(device.type, _MEMORY_LIMITS["cpu"])
+    return min(limit, torch.cuda.mem_get_info(device)[0] // 2) if device.type == "cuda" else limit
+
+
+def wide_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes that tensors take in float64, each counted once."""
+    return sum({id(tensor): _wide_bytes(tensor) for tensor in tensors}.values())
+
+
+def in_float64(own: Iterable[torch.Tensor], limit_bytes: int) -> TorchDispatchMode:
     """Return a mode under which every operator computes in float64, whatever it was given and asked for.
 
     Args:

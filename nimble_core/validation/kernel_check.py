@@ -9,7 +9,7 @@ is shown by the kernels that read it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import isfinite
@@ -17,7 +17,7 @@ from math import isfinite
 import torch
 
 from nimble_core.ir.call_graph import predecessors
-from nimble_core.ir.program import Call, TensorRef
+from nimble_core.ir.program import Call, Program, TensorRef
 from nimble_core.tracing.operator_traits import storage_address
 from nimble_core.tracing.recorded import Recorded, state_kept
 from nimble_core.tracing.recording import Issuer, Recording, issuing
@@ -26,12 +26,14 @@ from nimble_core.utils.errors import NimbleError, first_line
 from nimble_core.validation.bounds import BOUNDS, allowed_noise, lowest_precision, working_precision
 from nimble_core.validation.distances import gaps
 from nimble_core.validation.exercise import Copies, StandIns, fresh_like
-from nimble_core.validation.float64_reference import in_float64
+from nimble_core.validation.float64_reference import in_float64, memory_limit, wide_bytes
 
 __all__ = ["KernelCheck", "check_kernels"]
 
 _TELLING = 10.0
 """How many times its bound a result has to vary for a comparison to show anything."""
+
+_PRODUCTS = {"convolution", "mm", "addmm", "bmm", "baddbmm"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +45,16 @@ class KernelCheck:
         shown: how many were shown to be right.
         wrong: the first that is not, in words; empty if none is.
         unshown: the first of which nothing could be shown, in words; empty if all are.
+        faults: eager calls of those that are wrong or not shown, ascending; empty where none can be told apart.
+        places: these kernels, in words.
     """
 
     calls: int
     shown: int
     wrong: str = ""
     unshown: str = ""
+    faults: tuple[int, ...] = ()
+    places: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -71,7 +77,12 @@ def check_kernels(variant: Recorded, inputs: Sequence[torch.Tensor]) -> KernelCh
         return KernelCheck(calls, 0, unshown="it draws random numbers, which a run beside it would move")
     try:
         with state_kept(variant), state_kept(variant.eager), issuing(variant.signature.device.type):
-            return _Walk(variant, variant.eager, inputs, StandIns(1)).checked()
+            found = _Walk(variant, variant.eager, inputs, StandIns(1)).checked()
+            if found.passed:
+                return found
+            # What reads a wrong result is wrong as well: once more, where each goes on from what eager has.
+            apart = _Walk(variant, variant.eager, inputs, StandIns(1), corrects=True).checked()
+            return replace(found, faults=apart.faults, places=apart.places)
     except NimbleError as error:
         return KernelCheck(calls, 0, unshown=error.what)
     except RuntimeError as error:  # of operators, on numbers in float64 that the model never computes with
@@ -79,16 +90,22 @@ def check_kernels(variant: Recorded, inputs: Sequence[torch.Tensor]) -> KernelCh
 
 
 class _Run:
-    """One of the three runs: a recording on values of its own."""
+    """One of the three runs: a recording on values of its own; in float64 within ``wide_limit`` bytes."""
 
     def __init__(
-        self, recording: Recording, given: dict[int, torch.Tensor], inputs: Sequence[torch.Tensor], *, wide: bool
+        self,
+        recording: Recording,
+        given: dict[int, torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        *,
+        wide_limit: int | None = None,
     ) -> None:
-        copy = Copies(torch.float64 if wide else None)
+        copy = Copies(None if wide_limit is None else torch.float64)
         given = {slot: copy(one) for slot, one in given.items()}
         inputs = [copy(one) for one in inputs]
         self.issuer = Issuer(replace(recording, given=given), inputs)
-        self._around = in_float64([*given.values(), *inputs]) if wide else nullcontext()
+        own = [*given.values(), *inputs]
+        self._around = nullcontext() if wide_limit is None else in_float64(own, wide_limit)
 
     def issue(self, call: int) -> None:
         with self._around:
@@ -118,19 +135,41 @@ class _Pair:
     telling: bool
 
 
-class _Walk:
-    """Goes through the kernels in order, with eager's calls beside them."""
+@dataclass(frozen=True, slots=True)
+class _Unlike:
+    """A kernel whose results are not those of the eager calls that it should have finished."""
 
-    def __init__(self, variant: Recorded, eager: Recorded, inputs: Sequence[torch.Tensor], stand_ins: StandIns) -> None:
+    call: Call
+    written: Mapping[TensorRef, torch.Tensor]
+    results: Collection[int]
+
+
+class _Walk:
+    """Goes through the kernels in order, with eager's calls beside them.
+
+    With ``corrects``, eager's results take the place of wrong ones, so that those who read them can be right.
+    """
+
+    def __init__(
+        self,
+        variant: Recorded,
+        eager: Recorded,
+        inputs: Sequence[torch.Tensor],
+        stand_ins: StandIns,
+        *,
+        corrects: bool = False,
+    ) -> None:
         folded: dict[int, torch.Tensor] = {}
         if variant.folded is not None and variant.folded.constants:
             made = variant.folded.compute(stand_ins.of)
             pairs = zip(variant.folded.constants, made, strict=True)
             folded = {storage_address(was): restrided(now, was.stride()) for was, now in pairs}
         given = stand_ins.given(eager.recording, {})
-        self._mine = _Run(variant.recording, stand_ins.given(variant.recording, folded), inputs, wide=False)
-        self._theirs = _Run(eager.recording, given, inputs, wide=False)
-        self._truth: _Run | None = _Run(eager.recording, given, inputs, wide=True)
+        self._mine = _Run(variant.recording, stand_ins.given(variant.recording, folded), inputs)
+        self._theirs = _Run(eager.recording, given, inputs)
+        limit = memory_limit(eager.signature.device)
+        fits = wide_bytes([*given.values(), *inputs]) <= limit
+        self._truth = _Run(eager.recording, given, inputs, wide_limit=limit) if fits else None
         self._stand_ins = stand_ins
         self._kernels = variant.recording.program.calls
         self._calls = eager.recording.program.calls
@@ -138,6 +177,11 @@ class _Walk:
         self._lowest = lowest_precision(eager.recording.program)
         self._owners = _owners(self._kernels)
         self._readers = _readers(self._calls)
+        self._kept = variant.recording.program.kept
+        self._corrects = corrects
+        self._corrected: set[int] = set()
+        self._doubtful: dict[int, _Unlike] = {}
+        self._wanted = _last_wanted(variant.recording.program)
         self._done: set[int] = set()
         self._shown: set[int] = set()
         self._dull: set[int] = set()
@@ -155,6 +199,9 @@ class _Walk:
 
     def _compare(self, call: Call) -> None:
         written = dict(self._mine.written(call.index))
+        # Libraries' attention also writes results for a backward that there is not, and leaves some uninitialised.
+        wanted = {ref: one for ref, one in written.items() if self._wanted.get(ref.storage, -1) > call.index}
+        written = wanted or written
         found: dict[TensorRef, list[_Pair]] = {ref: [] for ref in written}
         results = self._results_of(call)
         for index in call.eager:
@@ -168,11 +215,36 @@ class _Walk:
             if not results and all(found.values()):
                 break
         else:
+            if self._corrects and results:
+                self._correct(_Unlike(call, written, results))
             return
-        (self._shown if any(one.telling for pairs in found.values() for one in pairs) else self._dull).add(call.index)
+        telling = any(one.telling for pairs in found.values() for one in pairs)
+        (self._shown if telling or self._is_eagers(call) else self._dull).add(call.index)
         for pairs in found.values():
             if len(pairs) == 1 and pairs[0].telling and self._read_alike(call, pairs[0]):
                 self._refresh(pairs[0])
+
+    def _is_eagers(self, call: Call) -> bool:
+        """Whether a kernel is an eager call that was kept: where it varies too little, there is nothing to show."""
+        one = call.eager[0]
+        return len(call.eager) == 1 and one in self._kept and call.operator == self._calls[one].operator
+
+    def _correct(self, wrong: _Unlike) -> None:
+        """Let those who read what a kernel made find eager's results.
+
+        A product may leave the last of its work, a bias, to who reads it: it is wrong if that is wrong, too.
+        """
+        before = [self._doubtful.pop(ref.storage) for ref in wrong.call.reads if ref.storage in self._doubtful]
+        if wrong.call.label in _PRODUCTS and not before:
+            self._doubtful |= {ref.storage: wrong for ref in wrong.written}
+            return
+        for one in (*before, wrong):
+            self._corrected.add(one.call.index)
+            for theirs in (theirs for index in sorted(one.results) for _, theirs, _ in self._eager_results(index)):
+                shaped = (_as_shape(mine, theirs.shape) for mine in one.written.values())
+                alike = [mine for mine in shaped if mine is not None and mine.dtype == theirs.dtype]
+                if len(alike) == 1:  # else shapes do not tell which is which
+                    alike[0].copy_(theirs)
 
     def _results_of(self, call: Call) -> set[int]:
         """Return the eager calls that this kernel finishes: no later one has a part in them, and it uses them no more.
@@ -273,6 +345,8 @@ class _Walk:
         handed_out = {recording.storage_of[slot] for slot, right in outputs if right}
         readers = _readers(self._kernels)
         for call in reversed(self._kernels):
+            if call.index in self._corrected:
+                continue
             made = {ref.storage for ref in call.writes}
             after = {at for storage in made for at in readers.get(storage, ()) if at > call.index}
             if (after and after <= shown) or made & handed_out:
@@ -286,6 +360,8 @@ class _Walk:
             len(shown),
             wrong=(_described(suspects[0]) if suspects else "what makes an output") if wrong else "",
             unshown=_described(missing[0]) if missing and not wrong else "",
+            faults=tuple(sorted({index for call in missing for index in call.eager})),
+            places=tuple(_described(call) for call in missing if call.eager),
         )
 
 
@@ -304,6 +380,13 @@ def _readers(calls: Sequence[Call]) -> dict[int, set[int]]:
         for ref in call.reads:
             found.setdefault(ref.storage, set()).add(call.index)
     return found
+
+
+def _last_wanted(program: Program) -> dict[int, int]:
+    """Find the last call that reads each storage; beyond the last for what is handed out, or outlives a run."""
+    found = {ref.storage: call.index for call in program.calls for ref in call.reads}
+    kept = {at for at, storage in enumerate(program.storages) if storage.role != "intermediate"}
+    return found | dict.fromkeys(kept | {ref.storage for ref in program.outputs}, len(program.calls))
 
 
 def _as_shape(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:

@@ -19,7 +19,13 @@ from nimble_core.tracing.recorder import record
 from nimble_core.tracing.signature import Signature
 from nimble_core.validation.bounds import BOUNDS, lowest_precision, tolerance_for
 from nimble_core.validation.distances import relative_error
-from nimble_core.validation.float64_reference import Reference, in_float64, reference_outputs
+from nimble_core.validation.float64_reference import (
+    Reference,
+    in_float64,
+    memory_limit,
+    reference_outputs,
+    wide_bytes,
+)
 from tests.support.models import CASES, make
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -201,6 +207,15 @@ def test_too_large_is_not_tried() -> None:
     # What a function reaches is only known once it does.
     assert no_reference(reference_outputs(lambda x: model(x), (x,), {}, limit_bytes=80_799), "float64")
     assert reference_outputs(lambda x: model(x), (x,), {}, limit_bytes=80_800).outputs is not None
+
+
+def test_a_gpu_lends_half_of_what_it_has_free_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    for free, limit in ((76 << 30, 32 << 30), (10 << 30, 5 << 30)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 80 << 30))
+        assert memory_limit(torch.device("cuda")) == limit
+    assert memory_limit(torch.device("cpu")) == 8 << 30
+    weight = torch.ones(4, dtype=torch.bfloat16)
+    assert wide_bytes([weight, weight, torch.ones(2, dtype=torch.int32)]) == 4 * 8 + 2 * 4
 
 
 def test_compiled_regions_run_eagerly_and_stay_compiled() -> None:

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from nimble_core.autotune.capture_pipeline import capture
+from nimble_core.compiler.pipeline import fuse
 from nimble_core.ir.call_graph import build_graph
 from nimble_core.ir.candidates import EqualityCheck
 from nimble_core.ir.costs import uniform_costs
 from nimble_core.runtime.host.device import HostDevice
 from nimble_core.scheduling.policies.single import single
-from nimble_core.tracing.recorded import Recorded, state_kept
+from nimble_core.tracing.recorded import Recorded, Stopwatch, check_inputs, record_static, state_kept
 from nimble_core.validation.eager_cases import Cases, eager_cases
 from nimble_core.validation.equality import DROWNED
 from nimble_core.validation.judge import Judge, check_sizes, full_precision
@@ -192,6 +193,51 @@ def test_kernels_are_compared_in_full_precision(by: float, right: bool) -> None:
     assert (check.name, again.name) == ("library, single", "library, nimble")
     assert len(judge.notes) == 1
     assert judge.notes[0].endswith("kernels were compared in full precision")
+
+
+class Off:
+    """An executable whose results are off by a share of their size."""
+
+    def __init__(self, inner: Any, by: float) -> None:
+        self.inner, self.by = inner, by
+
+    def run(self, inputs: Sequence[torch.Tensor], *, static: bool = False) -> list[torch.Tensor]:
+        return [one * (1 + self.by) for one in self.inner.run(inputs, static=static)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "by", "room", "right_kernels", "passes"),
+    [
+        (torch.bfloat16, 0.06, False, True, True),
+        (torch.bfloat16, 0.12, False, True, False),  # six tolerances
+        (torch.bfloat16, 0.06, False, False, False),
+        (torch.bfloat16, 0.06, True, True, False),  # float64 tells how far eager itself is off
+        (torch.float32, 3e-4, False, True, False),
+    ],
+)
+def test_rounding_may_add_up_where_all_kernels_are_right(
+    dtype: torch.dtype, by: float, room: bool, right_kernels: bool, passes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not room:
+        monkeypatch.setattr("nimble_core.validation.float64_reference.memory_limit", lambda device: 0)
+        monkeypatch.setattr("nimble_core.validation.kernel_check.memory_limit", lambda device: 0)
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8)]
+    model = torch.nn.Sequential(*layers).eval().to(dtype)
+    x = torch.randn(4, 8, dtype=dtype)
+    eager = record_static(DEVICE, model, check_inputs(model, (x,), {}), strict=True, step=Stopwatch())
+    variant = fuse(DEVICE, eager, "library", measure=False, step=Stopwatch())
+    if not right_kernels:
+        steps = [
+            replace(one, func=torch.ops.aten.abs.default) if "relu" in str(one.func) else one
+            for one in variant.recording.steps
+        ]
+        variant = replace(variant, recording=replace(variant.recording, steps=tuple(steps)))
+    judge = Judge(DEVICE, eager)
+    check = judge.judged("library, single", variant, Off(executable(variant), by))  # type: ignore[arg-type]
+    assert check.passed is passes, check
+    assert check.error <= check.tolerance or not passes
+    assert any("rounding adds up" in note for note in judge.notes) is passes
 
 
 def test_precision_is_put_back_after_an_error() -> None:

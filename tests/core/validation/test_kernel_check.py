@@ -14,31 +14,10 @@ from nimble_core import Options, TrainStep
 from nimble_core.autotune.capture_pipeline import device_for
 from nimble_core.compiler.pipeline import fuse
 from nimble_core.tracing.recorded import Recorded, Stopwatch, check_inputs, record_static
+from nimble_core.validation import kernel_check
 from nimble_core.validation.exercise import Copies, StandIns, fresh_like
 from nimble_core.validation.kernel_check import check_kernels
-from tests.support.fused_models import MODELS, made
-
-
-class AlwaysTheSame(nn.Module):
-    """Zero-initialised scale and head: whatever goes in, and whatever kernels do, the outputs are the head's bias."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(3, 8, 3, padding=1),
-            nn.BatchNorm2d(8),
-            nn.ReLU(),
-            nn.Conv2d(8, 8, 3),
-            nn.BatchNorm2d(8),
-            nn.ReLU(),
-        )
-        self.head = nn.Linear(8, 5)
-        with torch.no_grad():
-            self.body[4].weight.zero_()  # type: ignore[operator]  # a parameter
-            self.head.weight.zero_()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(x).mean((2, 3)))
+from tests.support.fused_models import KINDS, MODELS, AlwaysTheSame, made
 
 
 def rewritten(model: Any, x: torch.Tensor, kind: Any) -> Recorded:
@@ -64,28 +43,28 @@ def spectrum(x: torch.Tensor) -> torch.Tensor:
     return torch.fft.irfft(torch.fft.rfft(x * 2 + 1).exp(), n=x.shape[-1]).relu()
 
 
-KINDS = pytest.mark.parametrize("kind", ["library", pytest.param("inductor", marks=pytest.mark.compiler)])
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
-def off_by_one_row(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an operator, or a launch, whose results are each a row too far."""
+def off_by_one_row(func: Callable[..., Any], result: int | None = None) -> Callable[..., Any]:
+    """Return an operator, or a launch, whose results (or only one of them) are a row too far."""
+    only = result
 
     def moved(*args: Any, **kwargs: Any) -> Any:
         result = func(*args, **kwargs)
         made = [result] if isinstance(result, torch.Tensor) else [one for one in result or () if torch.is_tensor(one)]
         made = made or [kwargs["out"]] if "out" in kwargs else made
-        for one in made or [next(arg for arg in reversed(args) if torch.is_tensor(arg))]:
-            if (one.is_floating_point() or one.is_complex()) and one.numel() > 1:
+        for at, one in enumerate(made or [next(arg for arg in reversed(args) if torch.is_tensor(arg))]):
+            if only in (None, at) and one.dtype != torch.bool and one.numel() > 1:
                 one.copy_(one.roll(1, 0 if one.shape[0] > 1 else -1).clone())
         return result
 
     return moved
 
 
-def with_a_fault_at(variant: Recorded, place: int) -> Recorded:
+def with_a_fault_at(variant: Recorded, place: int, result: int | None = None) -> Recorded:
     steps = list(variant.recording.steps)
-    steps[place] = replace(steps[place], func=off_by_one_row(steps[place].func))
+    steps[place] = replace(steps[place], func=off_by_one_row(steps[place].func, result))
     return replace(variant, recording=replace(variant.recording, steps=tuple(steps)))
 
 
@@ -104,6 +83,31 @@ def test_kernels_are_shown_right_and_each_planted_fault_is_found(name: str, devi
             assert check_kernels(with_a_fault_at(variant, place), [x]).wrong, variant.recording.program.calls[step.call]
 
 
+NORM = torch.ops.aten.native_layer_norm.default
+POOL = torch.ops.aten.max_pool2d_with_indices.default
+ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: NORM(x, [8], None, None, 1e-5),
+        lambda x: POOL(x, [2, 2]),
+        lambda x: ATTENTION(x, x * 2, x + 1),
+    ],
+)
+def test_results_that_nobody_reads_need_not_be_right(call: Callable[[torch.Tensor], Sequence[torch.Tensor]]) -> None:
+    """What reads the other result makes the same of all numbers, and so shows nothing of the call before."""
+    x = torch.randn(2, 3, 8, 8)
+    variant = rewritten(lambda x: call(x)[0].clamp(min=100), x, "library")
+    labels = [one.label for one in variant.recording.program.calls]
+    number = labels.index("clamp") - 1
+    place = next(place for place, step in enumerate(variant.recording.steps) if step.call == number)
+    shown = check_kernels(variant, [x]).shown
+    assert check_kernels(with_a_fault_at(variant, place, result=1), [x]).shown == shown
+    assert check_kernels(with_a_fault_at(variant, place, result=0), [x]).shown < shown
+
+
 @KINDS
 def test_constants_folded_from_other_weights_are_found(kind: str) -> None:
     model, x = model_and_input("always the same", "cpu")
@@ -113,6 +117,15 @@ def test_constants_folded_from_other_weights_are_found(kind: str) -> None:
     found = check_kernels(replace(variant, folded=replace(variant.folded, compute=lambda stand_in: stale)), [x])
     assert "convolution" in found.wrong
     assert ".py:" in found.wrong, "with the line of the model"
+
+
+def test_without_memory_for_float64_eager_alone_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = model_and_input("tower", "cpu")
+    variant = rewritten(model, x, "library")
+    monkeypatch.setattr(kernel_check, "memory_limit", lambda device: 100)
+    monkeypatch.setattr(kernel_check, "in_float64", None)
+    assert check_kernels(variant, [x]).passed
+    assert check_kernels(with_a_fault_at(variant, len(variant.recording.steps) - 1), [x]).wrong
 
 
 def test_the_model_its_input_and_random_numbers_stay_as_they_are() -> None:
