@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -306,26 +306,53 @@ class HostReads:
             return read.again()
 
 
+@dataclass(frozen=True, slots=True)
+class _Exported:
+    """Memory that code outside of torch may write, what it held after torch's last write, and who handed it out."""
+
+    memory: torch.Tensor
+    held: torch.Tensor
+    where: str
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, where: str) -> _Exported:
+        """Take all memory behind ``tensor``, as bytes."""
+        memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        return cls(memory, memory.clone(), where)
+
+
 class HandedOut:
-    """Memory of tensors that numpy and the like got to see, and numbers read as a list: what becomes of them is unseen.
+    """Memory of tensors that numpy and the like got to see, and numbers read as a list.
 
     Args:
-        log: of the run.
-        reads: told of lists of numbers that every run finds.
+        log: of the run, which is told of writes outside of torch as unseen.
+        reads: told of tensors whose values every run finds.
         before_write: told of a tensor, not made by the run, that may be written from now on.
+
+    Attributes:
+        where: where memory or numbers that may follow the inputs were handed out first, in words.
     """
 
     def __init__(self, log: RunLog, reads: HostReads, before_write: Callable[[torch.Tensor], None]) -> None:
-        self._log, self._reads, self._before_write = log, reads, before_write
+        self._log, self._table, self._reads, self._before_write = log, log.table, reads, before_write
+        self._exported: dict[int, _Exported] = {}
+        self.where = ""
 
     def exported(self, tensor: torch.Tensor, frame: FrameType) -> None:
         """Note that the memory of ``tensor`` is handed out."""
         if tensor.device.type != "cpu" or not has_memory(tensor):
             return
         with modes_off(), torch.no_grad():
-            if self._log.table.storage(tensor) not in self._log.table.made:
+            home = self._table.storage(tensor)
+            if home not in self._table.made:
                 self._before_write(tensor)
-        self._note(self._log.origins.where("memory handed out", frame), frame)
+            where = self._log.origins.where("memory handed out", frame)
+            if home not in self._exported:
+                self._exported[home] = _Exported.of(tensor, where)
+            if home in self._table.constant:
+                self._reads.read(tensor, where)
+            else:
+                self._note(where, frame)
 
     def listed(self, tensor: torch.Tensor, frame: FrameType) -> None:
         """Note that the numbers of ``tensor`` become a list."""
@@ -338,7 +365,24 @@ class HandedOut:
         elif has_memory(tensor) and self._log.on_host:
             self._note(where, frame)
 
+    def written_by_torch(self, storage: int) -> None:
+        """Note that a call has written a storage."""
+        if storage in self._exported:
+            one = self._exported[storage]
+            self._exported[storage] = replace(one, held=one.memory.clone())
+
+    def compare(self, slots: Sequence[int] | None, when: str, frame: FrameType | None) -> None:
+        """Note as unseen a write outside of torch to the memory of one of these slots; None: to any."""
+        if not self._exported or self._log.unseen.count:
+            return
+        storages = self._exported if slots is None else {self._table.storage_of[slot] for slot in slots}
+        for storage, one in self._exported.items():
+            if storage in storages and not torch.equal(one.memory, one.held):
+                at = f" at {self._log.origins.line(frame)}" if frame else ""
+                self._log.unseen.note(f"{one.where}: written {when}{at}")
+                return
+
     def _note(self, where: str, frame: FrameType) -> None:
-        self._log.unseen.note(where)
+        self.where = self.where or where
         if refusals_noted():
             raise_or_note(CaptureError("values of a tensor are read outside of torch", where=where), frame)

@@ -28,6 +28,7 @@ from nimble_core.tracing.static_check import (
     check_static,
     identical,
     on_other_values,
+    other_values,
 )
 from nimble_core.tracing.step_wrapper import Around
 from nimble_core.tracing.torchscript import forget_compiled
@@ -58,7 +59,7 @@ __all__ = [
     "written_or_returned",
 ]
 
-_OUT_OF_SIGHT = "a value was read, computed or changed outside of torch (numpy, Python numbers, DLPack, C++)"
+_OUT_OF_SIGHT = "a value was computed or changed outside of torch (numpy, Python numbers, DLPack, C++)"
 
 
 _PREPARING = free_after_fork(threading.RLock())
@@ -292,6 +293,8 @@ def record_static(
             others, second = on_other_values(again, signature.tensors)
             check_static(recording, second)
             recording = _hold_to_seen(device, recording, second)
+            if recording.handed_out and not recording.unseen:
+                recording = _hold_to_contrary(device, recording, again, signature.tensors)
             if recording.counters and not (recording.unseen and device.kind != "cuda"):
                 _hold_to_next(recording, model, signature, again, others)
             # Of the second alone: the first run may have asked for what libraries keep from then on.
@@ -347,6 +350,23 @@ def _hold_to_seen(device: Records, recording: Recording, second: Recording) -> R
             fix="compute it with torch on the device, or pass it as an input",
         )
     return replace(recording, unseen=1, unseen_where=f"before {where}")
+
+
+def _hold_to_contrary(
+    device: Records,
+    recording: Recording,
+    again: Callable[[Sequence[torch.Tensor]], Recording],
+    tensors: Sequence[torch.Tensor],
+) -> Recording:
+    """Record a model that hands memory out once more, on contrary values: similar ones may hide what is read there."""
+    try:
+        third = again(other_values(tensors, how="contrary"))
+    except NimbleError:
+        raise
+    except Exception:  # which says nothing about values that the model takes
+        return replace(recording, unseen=1, unseen_where=recording.handed_out)
+    check_static(recording, third)
+    return _hold_to_seen(device, recording, third)
 
 
 def _hold_to_next(

@@ -307,6 +307,7 @@ class _Recorder(TorchDispatchMode):
         template = tuple(table.templates(args, reads))
         named = tuple([(name, table.template(arg, reads)) for name, arg in kwargs.items()]) if kwargs else ()
         operation = Operation(func, traits, template, named, reads, written, frame)
+        self.handed_out.compare(reads, f"before {traits.text}", frame)
         if traits.changes_view:
             return self._inplace_view(operation, args, kwargs)
         result, draws = self._run(operation, args, kwargs)
@@ -334,6 +335,8 @@ class _Recorder(TorchDispatchMode):
         """Write down a call that has run, or a host step if it did not reach the device."""
         func, table = operation.func, self.log.table
         writes = [table.written_ref(tensor) for tensor in operation.written]
+        for ref in writes:
+            self.handed_out.written_by_torch(ref.storage)
         returned = flat_tensors(result)
         known = len(table.storages)
         if any(one.layout is not torch.strided or one.is_nested for one in returned):
@@ -436,6 +439,7 @@ class _Recorder(TorchDispatchMode):
             unseen_where=log.unseen.where,
             asks=log.counter.asks(self.writer.windows) if log.counter else (),
             unset=frozenset(self._unset),
+            handed_out=self.handed_out.where,
             refs=tuple(table.refs),
             held=tuple(self.reads.held()),
         )
@@ -446,6 +450,7 @@ class _Recorder(TorchDispatchMode):
             raise self.refused
         self.runner.require_no_caught_error()
         self.log.note_unseen_nodes(None)
+        self.handed_out.compare(None, "before the end", None)
         if self._states and self.writer.generator is not None and not self._states.settled():
             raise _random_state_set("after the last draw of random numbers")
         for tensor in outputs:

@@ -128,6 +128,8 @@ class Recording:
         changed: attributes of the model that the run changed, and which were put back.
         counters: those of them that are no tensors: numbers, flags, other objects.
         drawn: generators of Python and numpy that the run drew from, by name.
+        handed_out: where memory that may follow the inputs was given to numpy or the like, or its numbers were read,
+            in words; empty if nowhere.
         unset: slots of results that hold whatever was in their memory: seeds of dropout where nothing is dropped.
         held: reads on the host of values that come from the model's own tensors: replays repeat none.
     """
@@ -148,6 +150,7 @@ class Recording:
     asks: tuple[tuple[Ask, ...], ...] = ()
     refs: tuple[TensorRef, ...] = ()
     unset: frozenset[int] = frozenset()
+    handed_out: str = ""
     held: tuple[Held, ...] = ()
     drawn: tuple[str, ...] = ()
 

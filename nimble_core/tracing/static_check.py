@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 OF_VALUES = (RuntimeError, IndexError)
 """What torch raises where it does not accept a value."""
-How = Literal["", "scaled", "moved"]
+How = Literal["", "scaled", "moved", "contrary"]
 _WAYS: tuple[How, ...] = ("", "scaled", "moved")
 
 
@@ -83,7 +83,9 @@ def other_values(tensors: Sequence[torch.Tensor], seed: int = 0, how: How = "") 
         tensors: inputs.
         seed: of order and scale.
         how: ``"scaled"``: floating ones are only scaled, by one factor for each: matrices that have an inverse keep it.
-            ``"moved"``: elements have another order, and no other value.
+            ``"moved"``: elements have another order, and no other value. ``"contrary"``: what orders and scales leave
+            alone changes, as signs, sums and extremes, and every element: floating ones are negated, flags flipped,
+            integers halved, mostly the last one first; zeros become ones. A model need not take these.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     kept = [_ascending(tensor) for tensor in tensors]
@@ -93,7 +95,7 @@ def other_values(tensors: Sequence[torch.Tensor], seed: int = 0, how: How = "") 
     made = list(tensors)
     for positions in sharing.values():
         shared = [tensors[position].detach() for position in positions]
-        keep = how == "scaled" or (not all(kept) and all(kept[position] for position in positions))
+        keep = how in ("scaled", "contrary") or (not all(kept) and all(kept[position] for position in positions))
         if len({(one.storage_offset(), one.shape, one.stride()) for one in shared}) == 1:
             others = [_other(shared[0], keep, how, generator)] * len(shared)
         else:
@@ -106,12 +108,25 @@ def other_values(tensors: Sequence[torch.Tensor], seed: int = 0, how: How = "") 
     return made
 
 
+def _contrary(flat: torch.Tensor) -> torch.Tensor:
+    """Change every element, so that a number that the host reads anywhere shows."""
+    if flat.dtype is torch.bool:
+        return ~flat
+    if flat.is_floating_point() or flat.is_complex():
+        wide = flat.float() if flat.itemsize == 1 else flat
+        return torch.where(wide == 0, torch.ones_like(wide), -wide).to(flat.dtype)
+    whole = flat.to(torch.int64)
+    half = whole.div(2, rounding_mode="trunc")
+    other = half.flip(0)
+    return torch.where(other == whole, torch.where(whole == 0, 1, half), other).to(flat.dtype)
+
+
 def _other(tensor: torch.Tensor, keep: bool, how: str, generator: torch.Generator) -> torch.Tensor:
     core = elements_once(tensor)  # an expanded dimension stays one
     other = core.reshape(-1)
     if not keep:
         other = other[torch.randperm(other.numel(), generator=generator, device="cpu").to(core.device)]
-    other = other.reshape(core.shape)
+    other = (_contrary(other) if how == "contrary" else other).reshape(core.shape)
     if how in ("", "scaled") and (core.is_floating_point() or core.is_complex()):
         shape = () if how == "scaled" else core.shape
         wide = other.float() if other.itemsize == 1 else other  # torch does not multiply numbers of eight bits
@@ -150,6 +165,7 @@ def check_static(first: Recording, second: Recording) -> None:
     one, other = first.program, second.program
     shown, shown_then = _windows(one), _windows(other)
     known = list(map(_owner, one.storages)) == list(map(_owner, other.storages))
+    seen = f"; numbers were read on the host: {first.handed_out}" if first.handed_out else ""
     for a, b in zip(one.calls, other.calls, strict=False):
         if known and a is b:
             continue
@@ -157,12 +173,13 @@ def check_static(first: Recording, second: Recording) -> None:
         if not same or [(shown(x.ref), x.write) for x in a.accesses] != [
             (shown_then(x.ref), x.write) for x in b.accesses
         ]:
-            raise _differing_call(a, one, b, other)
+            raise _differing_call(a, one, b, other, seen)
     if len(one.calls) != len(other.calls):
         longer = max(one.calls, other.calls, key=len)
         extra = longer[min(len(one.calls), len(other.calls))]
         raise NotStaticError(
-            f"the model is not static: {len(one.calls)} calls in one run, {len(other.calls)} on other input values",
+            f"the model is not static: {len(one.calls)} calls in one run, {len(other.calls)} on other input values"
+            + seen,
             where=str(extra),
             fix=_BRANCH,
         )
@@ -174,13 +191,13 @@ def check_static(first: Recording, second: Recording) -> None:
             sized = ref.sizes != then.sizes
             what = f"of shape {list(ref.sizes)} / {list(then.sizes)}" if sized else _moved(ref, one, then, other)
             raise NotStaticError(
-                f"the model is not static: on other input values {path} is {what}",
+                f"the model is not static: on other input values {path} is {what}{seen}",
                 where=f"{path}, of {makers[-1]}" if makers else path,
                 fix="return it whole, and its length as a tensor" if sized else _POSITION,
             )
     if _lazy_steps(first) != _lazy_steps(second):
         raise NotStaticError(
-            "the model is not static: other tensors are conjugated or negated on other input values", fix=_BRANCH
+            f"the model is not static: other tensors are conjugated or negated on other input values{seen}", fix=_BRANCH
         )
 
 
@@ -230,7 +247,7 @@ def _moved(ref: TensorRef, first: Program, then: TensorRef, second: Program) -> 
     return f"another part of {names[0] if was.name else 'a tensor'}, which begins elsewhere"
 
 
-def _differing_call(a: Call, first: Program, b: Call, second: Program) -> NimbleError:
+def _differing_call(a: Call, first: Program, b: Call, second: Program, seen: str) -> NimbleError:
     changed = [(x, y) for x, y in zip(a.arguments, b.arguments, strict=False) if x != y]
     packed = next((x[0] for x, _ in changed if _PACKED in x[1]), "")
     if packed and a.operator == b.operator:
@@ -260,7 +277,7 @@ def _differing_call(a: Call, first: Program, b: Call, second: Program) -> Nimble
             )
             break
     return NotStaticError(
-        f"the model is not static: on other input values call {a.index} is {how}", where=str(a), fix=fix
+        f"the model is not static: on other input values call {a.index} is {how}{seen}", where=str(a), fix=fix
     )
 
 

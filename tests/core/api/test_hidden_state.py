@@ -187,6 +187,22 @@ def test_containers_of_the_callers_are_not_changed() -> None:
     assert "return" in caught.value.fix
 
 
+def test_what_only_reads_through_numpy_stays_a_replay() -> None:
+    pytest.importorskip("numpy")
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        y.detach().numpy().sum()
+        y += 1  # a call may write it
+        y.detach().numpy().sum()
+        return y * 2
+
+    net = Nimble(forward, QUICK).prepare(torch.randn(3))
+    assert net.engines[0].notes == ()
+    assert net.engines[0].schedule.policy == "single"
+    net.close()
+
+
 def test_an_input_that_is_memory_of_the_model() -> None:
     inner = nn.Linear(4, 4)
     for model, held in ((inner, "parameter weight"), (lambda w: w @ inner.weight + 1, "constant")):

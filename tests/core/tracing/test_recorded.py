@@ -165,19 +165,10 @@ def test_values_made_out_of_sight() -> None:
 
     found = recorded(forward, torch.randn(3))
     assert found.whole
-    assert "memory handed out" in found.recording.unseen_where
+    assert "aten.add" in found.recording.unseen_where
     with pytest.raises(CaptureError, match="outside of torch") as caught:
         recorded(forward, torch.randn(3), strict=True)
-    assert "memory handed out" in caught.value.where
-
-
-def test_a_constant_that_changes_from_run_to_run() -> None:
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tensor(random.random())
-
-    found = recorded(forward, torch.randn(3))
-    assert found.whole
-    assert "aten.add" in found.recording.unseen_where
+    assert "aten.add" in caught.value.where
 
     class Cuda(FakeDevice):
         kind = "cuda"

@@ -1,4 +1,4 @@
-"""Two recordings are compared in full: what differs shows, and nothing static is refused."""
+"""Two recordings are compared in full: what was read on the host shows, and nothing static is refused."""
 
 from __future__ import annotations
 
@@ -18,6 +18,48 @@ from nimble_core.tracing.static_check import check_static, on_other_values, othe
 from tests.support.recordings import recorded
 
 Y = torch.randn(3, 8, 4)
+
+
+Model = Callable[..., Any]
+
+
+class Cache(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(2, 8, 3))
+
+    def forward(self, key: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        at = position.tolist()[0]
+        self.cache[:, at : at + 1] = key
+        return self.cache.sum(1)
+
+
+def last_of_each(y: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    return torch.stack([y[i, n - 1] for i, n in enumerate(lengths.tolist())])
+
+
+def conjugated(x: torch.Tensor) -> torch.Tensor:
+    return torch.mm(x.conj() if x.numpy().real.sum() > 0 else x, x)
+
+
+WINDOW = "begins elsewhere"
+
+READ: dict[str, tuple[Model, tuple[torch.Tensor, ...], str]] = {
+    "first position": (Cache(), (torch.randn(2, 1, 3), torch.tensor([0])), WINDOW),
+    "lengths of one": (last_of_each, (Y, torch.tensor([1, 1, 1])), WINDOW),
+    "conjugated": (conjugated, (torch.randn(3, 3, dtype=torch.complex64),), "conjugated or negated"),
+}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("case", READ)
+def test_what_was_read_on_the_host_and_moves_a_window_is_refused(case: str, strict: bool) -> None:
+    model, args, said = READ[case]
+    with pytest.raises(NotStaticError, match=said) as caught:
+        Nimble(model, Options(fuse="none", tune="off", strict=strict)).prepare(*args)
+    assert "read on the host" in caught.value.what
+    assert "test_static_check.py:" in caught.value.what, "the line that reads"
+    assert caught.value.fix
 
 
 MOVES: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
@@ -54,6 +96,20 @@ def test_where_an_input_begins_in_larger_memory_counts_for_nothing(
         x, y = both[:12].view(3, 4), both[6:18].view(4, 3)  # a part of each is one of the other
         found.append(record(forward, Signature((x, y), {}), args=(x, y), kwargs={}))
     check_static(*found)
+
+
+@given(
+    numbers=st.lists(st.integers(-9, 9), min_size=1, max_size=9),
+    dtype=st.sampled_from([torch.int64, torch.int8, torch.float32, torch.float16, torch.bool, torch.complex64]),
+)
+def test_contrary_values_differ_at_every_place(numbers: list[int], dtype: torch.dtype) -> None:
+    tensor = torch.tensor(numbers).to(dtype)
+    (other,) = other_values([tensor, torch.ones(1)], how="contrary")[:1]
+    assert (other.shape, other.dtype) == (tensor.shape, tensor.dtype)
+    assert bool((other != tensor).all())
+    if not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool):
+        assert other.max() <= max(tensor.max(), 1), "indices stay in range"
+        assert other.min() >= min(tensor.min(), 0)
 
 
 @pytest.mark.gpu
@@ -95,12 +151,6 @@ def test_a_branch_on_values_is_not_static() -> None:
         check_static(first, second)
     assert "in 0 at" in caught.value.where
     assert "test_static_check.py" in caught.value.where
-
-
-def test_a_conjugated_view_is_not_static() -> None:
-    x = torch.randn(3, 3, dtype=torch.complex64)
-    with pytest.raises(NotStaticError, match="conjugated or negated"):
-        check_static(recorded(lambda x: torch.mm(x, x), x), recorded(lambda x: torch.mm(x.conj(), x), x))
 
 
 def test_another_argument_is_not_static() -> None:
