@@ -1,1 +1,1 @@
-"""The host as a device: recorded calls as straight-line code, by one worker or several."""
+"""The host as a device: recorded calls as straight-line code, issued in program order."""
