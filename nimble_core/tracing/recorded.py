@@ -285,7 +285,7 @@ def record_static(
             def again(values: Sequence[torch.Tensor]) -> Recording:
                 other_args, other_kwargs = signature.arguments(values)
                 generators, draws = recording.generators, recording.draws
-                with random_state_kept(signature.device, generators), announced(refused is not None):
+                with random_state_kept(signature.device, generators, draws), announced(refused is not None):
                     seed_otherwise(signature.device, generators, draws)
                     with following(RandomStates(generators) if TORCH in draws else None):
                         return device.record(model, Signature(other_args, other_kwargs), other_args, other_kwargs)
@@ -406,7 +406,7 @@ def _first_run_goes_for_all(
 
     def second(*, attributes: bool) -> list[torch.Tensor]:
         with (
-            random_state_kept(signature.device, recording.generators),
+            random_state_kept(signature.device, recording.generators, recording.draws),
             after_a_run(model, *signature.arguments(), attributes=attributes),
             after_a_run(model, *signature.arguments(others)) as result,
         ):
@@ -440,7 +440,7 @@ def state_kept(recorded: Recorded) -> Iterator[None]:
     live += [recorded.signature.tensors[position] for position in recording.written_inputs]
     live += [recorded.lender.memory] if recorded.lender else []
     saved = [Saved.of(tensor) for tensor in live]
-    with random_state_kept(recorded.signature.device, recording.generators):
+    with random_state_kept(recorded.signature.device, recording.generators, recording.draws):
         try:
             yield
         finally:

@@ -54,7 +54,7 @@ from nimble_core.tracing.recording_contexts import (
     tensors_lifted_first,
     thread_recording,
 )
-from nimble_core.tracing.rng_state import state_of
+from nimble_core.tracing.rng_state import alone, state_of
 from nimble_core.tracing.run_effects import (
     EMPTY_STRIDED,
     changed_values,
@@ -177,8 +177,8 @@ def _random_state_set(where: str) -> NotStaticError:
     return NotStaticError(
         "the forward sets random state, or puts it back, which a replay does not repeat",
         where=where,
-        fix="set it outside of the model, or draw outside and pass the numbers in; if another thread sets it, prepare "
-        "while none does",
+        fix="set it outside of the model, or draw outside and pass the numbers in"
+        + ("" if alone() else "; if another thread sets it, prepare while none does"),
     )
 
 

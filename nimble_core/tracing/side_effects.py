@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +33,7 @@ from nimble_core.tracing.operator_traits import (
 from nimble_core.tracing.provenance import module_paths, place_of
 from nimble_core.tracing.pytree import flatten
 from nimble_core.tracing.recording import flat_tensors
-from nimble_core.tracing.rng_state import Draws, random_state_kept
+from nimble_core.tracing.rng_state import TORCH, Draws, random_state_kept
 from nimble_core.tracing.snapshot import Change, Changes, Snapshot
 from nimble_core.tracing.step_wrapper import Around
 from nimble_core.tracing.strides import elements_once
@@ -138,7 +138,7 @@ class Guard:
     Args:
         live: whether runs execute; under a capture they do not.
         changed: returns the attributes that have changed.
-        draws: what is drawn from generators that all threads share.
+        draws: notes what is drawn from generators that all threads share.
     """
 
     def __init__(self, live: bool, changed: Callable[[], Changes], draws: Draws) -> None:
@@ -155,9 +155,11 @@ class Guard:
 
     def before_draw(self, generator: torch.Generator | None) -> None:
         """Keep the state of ``generator``; None is torch's own. A capture draws from those of the host alone."""
-        if generator is None or generator in self._drawn:
+        if generator is None:
+            if self.live:  # a capture draws from a GPU's, and the guard's is the host's
+                self.draws.told(TORCH)
             return
-        if self.live or generator.device.type == "cpu":
+        if (self.live or generator.device.type == "cpu") and generator not in self._drawn:
             self._drawn[generator] = generator.get_state()
 
     @contextmanager
@@ -182,6 +184,7 @@ def preserved(
     live: bool = True,
     memory: bool = True,
     device: torch.device = _HOST,
+    draws: Collection[str] | None = None,
 ) -> Iterator[Guard]:
     """Restore, at the end or after an error, what runs of ``model`` inside change.
 
@@ -193,9 +196,10 @@ def preserved(
         live: whether the runs execute (False under a capture).
         memory: whether to give parameters and buffers back the memory that they had; False if the caller does that.
         device: the device that torch draws random numbers on.
+        draws: the generators that the model draws from, if known (``random_state_kept``).
     """
     with ExitStack() as stack:
-        drawn = stack.enter_context(random_state_kept(device))
+        drawn = stack.enter_context(random_state_kept(device, draws=draws))
         if memory:
             stack.enter_context(_memory_kept(_owned(model)))
         if not live:

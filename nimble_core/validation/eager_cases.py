@@ -173,7 +173,7 @@ class _Eager:
         args, kwargs = self._build(_copies(inputs))
         model = self._recorded.model
         # On these inputs it may take another branch, and write what the recorded calls do not.
-        with preserved(model) as guard, state_kept(self._recorded), torch.no_grad():
+        with preserved(model, draws=()) as guard, state_kept(self._recorded), torch.no_grad():
             with guard.watching(), nullcontext() if seed is None else perturbed(seed):
                 outputs, self.structure = flatten(model(*args, **kwargs), what="output")
             made = _zeros_for_unset(self._recorded, [one.detach().clone() for one in outputs])

@@ -102,7 +102,7 @@ def reference_outputs(
         again, named = builder(structure)([copies[id(tensor)] for tensor in tensors])
         twin = _twin(model, copies)
         mode = _InFloat64(copies.values(), limit_bytes - needed)
-        with random_state_kept(device), _nothing_compiled(), torch.no_grad():
+        with random_state_kept(device, draws=None), _nothing_compiled(), torch.no_grad():
             with torch.autocast(device.type, enabled=False, cache_enabled=False), mode:
                 result = twin(*again, **named)
             outputs, _ = flatten(result, what="output")

@@ -239,7 +239,7 @@ class Training:
         """Say that the scaler skips the step at its present scale; return nothing if it does not."""
         if self.whole.scaler is None:
             return ""
-        with preserved(self.whole), state_kept(recorded):
+        with preserved(self.whole, draws=()), state_kept(recorded):
             gradients = self.whole(*self.arguments)[2]
         infinite = next((name for name, one in gradients.items() if not one.isfinite().all()), "")
         if not infinite:
@@ -270,7 +270,7 @@ class Training:
         moved, names = [], list[str]()
         for inputs, _ in cases.eager:
             args, _ = build([tensor.clone() for tensor in inputs])
-            with preserved(self.whole) as guard, state_kept(recorded), torch.no_grad():
+            with preserved(self.whole, draws=()) as guard, state_kept(recorded), torch.no_grad():
                 with guard.watching(), perturbed():
                     result = self.whole(*args)
                 moved.append([tensor.detach().clone() for tensor in flatten(result, what="output")[0]])

@@ -224,7 +224,7 @@ class _Found:
         for run in (self._record, partial(on_other_values, self._record)):
             try:
                 with (
-                    random_state_kept(self.signature.device),
+                    random_state_kept(self.signature.device, draws=None),
                     announced(False),
                     noting_refusals(self._note),
                     self._running,

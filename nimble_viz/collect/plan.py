@@ -86,7 +86,7 @@ def _recorded(
     with progress.step("record without running"):
         recording, signature = dry_run(model, args, kwargs, stand_in)
     host, drawn = torch.device("cpu"), recording.drawn
-    with progress.step("record again"), random_state_kept(host):
+    with progress.step("record again"), random_state_kept(host, draws=drawn):
         seed_otherwise(host, (), drawn)
         check_static(recording, dry_run(model, args, kwargs, stand_in)[0])
     with progress.step("hazards"):

@@ -49,7 +49,7 @@ class EagerRuns:
     def kept(self, watched: int = 2) -> Iterator[None]:
         """Leave what runs inside change as it was; ``watched`` eager runs tell before what that is."""
         assert self.recorded is not None
-        with preserved(self.model) as self._guard, state_kept(self.recorded):
+        with preserved(self.model, draws=()) as self._guard, state_kept(self.recorded):
             # Timed runs are not watched: what they write, in whichever branch, has to be known before.
             for _ in range(0 if self.training else watched):
                 with self._guard.watching(), torch.no_grad():

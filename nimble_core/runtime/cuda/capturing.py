@@ -15,7 +15,7 @@ from nimble_core.ir.schedule import Schedule
 from nimble_core.runtime.cuda.executable import free_ended
 from nimble_core.runtime.cuda.graph_nodes import CaptureProbe
 from nimble_core.torch_compat.cuda import clear_cublas_workspaces, end_allocate_to_pool
-from nimble_core.tracing.rng_state import random_state_kept
+from nimble_core.tracing.rng_state import TORCH, random_state_kept
 from nimble_core.utils.errors import CaptureError, DeviceError, NimbleError
 from nimble_core.utils.gc_pause import collector_paused
 from nimble_core.utils.locks import capturing
@@ -37,7 +37,7 @@ def capture_on(
         capturing,
         collector_paused(),
         torch.cuda.device(device),
-        random_state_kept(device),
+        random_state_kept(device, draws=(TORCH,)),
         errors_explained(),
     ):
         free_ended()

@@ -34,7 +34,7 @@ from nimble_core.tracing.kernel_launches import Relaunch
 from nimble_core.tracing.pytree import builder, flatten
 from nimble_core.tracing.recorder import record
 from nimble_core.tracing.recording import Issuer, Recording, Rewritten, issuing
-from nimble_core.tracing.rng_state import random_state_kept
+from nimble_core.tracing.rng_state import TORCH, random_state_kept
 from nimble_core.tracing.side_effects import preserved, rehearse
 from nimble_core.tracing.signature import Signature
 from nimble_core.tracing.step_wrapper import Around
@@ -173,7 +173,7 @@ class CudaDevice:
         args, kwargs = builder(signature.structure)(buffers)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         before = torch.cuda.memory_reserved(self.device)
-        kept = preserved(model, live=False)
+        kept = preserved(model, live=False, draws=())
         with kept, kept_graphs_apart(_leaves(model)), capture_on(self.device, graph, 1), torch.no_grad():
             result = model(*args, **kwargs)
         with errors_explained():
@@ -198,7 +198,7 @@ class CudaDevice:
 
     def call_times_ns(self, calls: Sequence[Timed]) -> list[float | None]:
         """Time each call as one of several in a replayed graph: the fastest of a few replays."""
-        with torch.no_grad(), self.libraries_tuned(), random_state_kept(self.device):
+        with torch.no_grad(), self.libraries_tuned(), random_state_kept(self.device, draws=(TORCH,)):
             return [self._time_ns(*call) if isinstance(call, tuple) else self._time_ns(call) for call in calls]
 
     def _time_ns(self, *calls: Callable[[], object]) -> float | None:

@@ -116,7 +116,7 @@ class HostDevice:
             memory = check_memory(recording.program, serial, plan_memory(recording.program, serial, place=place))
         try:
             with (
-                random_state_kept(torch.device("cpu"), recording.generators),
+                random_state_kept(torch.device("cpu"), recording.generators, recording.draws),
                 capture_range(recording.program, schedule),
                 torch.inference_mode(False),
                 issuing("cpu"),

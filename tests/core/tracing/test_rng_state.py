@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from threading import Event, Thread
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from nimble_core import CaptureError, Nimble, NimbleWarning, NotStaticError, Options
+from nimble_core.tracing import rng_state
 from nimble_core.tracing.rng_state import RandomStates, seed_otherwise, state_of
 
 QUICK = Options(tune="off")
@@ -64,7 +67,10 @@ def kept() -> Iterator[None]:
 
 @pytest.mark.parametrize("seed", [None, 0, 7])
 @pytest.mark.parametrize("model", SETTING)
-def test_random_state_that_a_model_sets_is_refused(model: Callable[[torch.Tensor], torch.Tensor], seed: Any) -> None:
+def test_random_state_that_a_model_sets_is_refused(
+    model: Callable[[torch.Tensor], torch.Tensor], seed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rng_state, "alone", lambda: True)  # whatever other tests, or who runs them, have left
     if seed is not None:  # what the model sets is what there is already
         torch.manual_seed(seed)
         OWN.manual_seed(seed)
@@ -139,6 +145,27 @@ def test_a_seed_shows(before: list[Any], after: list[Any], which: str) -> None:
     assert not followed([*before, seed, *after])
 
 
+@contextmanager
+def beside(*work: Callable[[], object], pause_s: float = 0.0002) -> Iterator[list[list[Any]]]:
+    """Run threads that repeat ``work`` until the end; yield the list of what each has made."""
+    stop, made = Event(), [list[Any]() for _ in work]
+
+    def go_on(one: Callable[[], object], results: list[Any]) -> None:
+        while not stop.wait(pause_s):
+            results.append(one())
+
+    others = [Thread(target=go_on, args=pair) for pair in zip(work, made, strict=True)]
+    for other in others:
+        other.start()
+    try:
+        yield made
+    finally:
+        stop.set()
+        for other in others:
+            other.join()
+
+
+DRAWN_ELSEWHERE = (random.random, lambda: np.random.rand(), lambda: tuple(torch.rand(3).tolist()))
 LAYERS = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
 
 
@@ -150,19 +177,32 @@ def branches_on_randoms(x: torch.Tensor) -> torch.Tensor:
     return x * 2 if random.random() < 2 and np.random.rand() < 2 else x
 
 
+@pytest.mark.parametrize("fuse", ["none", "library"])
+def test_what_other_threads_draw_is_not_drawn_again_and_causes_no_warning(fuse: Any) -> None:
+    with beside(*DRAWN_ELSEWHERE) as made, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(4):
+            Nimble(LAYERS, Options(tune="off", fuse=fuse)).prepare(torch.ones(3, 4))
+    assert [len(one) - len(set(one)) for one in made] == [0, 0, 0]
+    assert all(made)
+
+
+@pytest.mark.parametrize("idle", [False, True])
 @pytest.mark.parametrize("model", [drops, branches_on_randoms])
-def test_what_a_model_draws_is_put_back(model: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_what_a_model_draws_is_put_back(model: Callable[[torch.Tensor], torch.Tensor], idle: bool) -> None:
     def states() -> list[Any]:
         return [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
 
-    before = states()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        net = Nimble(model, Options(tune="off", fuse="library")).prepare(torch.ones(3, 4))
-        assert not net.engines[0].recorded.whole
-    assert states() == before
+    with beside(lambda: None) if idle else nullcontext():
+        before = states()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            net = Nimble(model, Options(tune="off", fuse="library")).prepare(torch.ones(3, 4))
+            assert not net.engines[0].recorded.whole
+        assert states() == before
 
 
+@pytest.mark.parametrize("idle", [False, True])
 @pytest.mark.parametrize(
     ("draw", "named"),
     [
@@ -171,19 +211,21 @@ def test_what_a_model_draws_is_put_back(model: Callable[[torch.Tensor], torch.Te
     ],
 )
 def test_a_model_that_draws_from_the_interpreters_generators_is_warned_of(
-    draw: Callable[[], float], named: str
+    draw: Callable[[], float], named: str, idle: bool
 ) -> None:
-    with pytest.warns(NimbleWarning, match=f"draws from {named}"):
+    with beside(lambda: None) if idle else nullcontext(), pytest.warns(NimbleWarning, match=f"draws from {named}"):
         Nimble(lambda x: x * 2 if draw() < 2 else x, QUICK).prepare(torch.ones(3))
 
 
 @pytest.mark.gpu
-def test_what_a_model_draws_on_a_gpu_is_put_back() -> None:
+@pytest.mark.parametrize("idle", [False, True])
+def test_what_a_model_draws_on_a_gpu_is_put_back(idle: bool) -> None:
     x, model = torch.ones(3, 4, device="cuda"), nn.Sequential(nn.Linear(4, 4), nn.Dropout()).cuda()
-    before, host = torch.cuda.get_rng_state(), torch.get_rng_state()
-    Nimble(model, QUICK).prepare(x, training=True)
-    assert torch.equal(before, torch.cuda.get_rng_state())
-    assert torch.equal(host, torch.get_rng_state())
+    with beside(lambda: None) if idle else nullcontext():
+        before, host = torch.cuda.get_rng_state(), torch.get_rng_state()
+        Nimble(model, QUICK).prepare(x, training=True)
+        assert torch.equal(before, torch.cuda.get_rng_state())
+        assert torch.equal(host, torch.get_rng_state())
 
 
 @pytest.mark.gpu
