@@ -153,7 +153,7 @@ def _rewritten(device: Device, recorded: Recorded, decisions: Decisions, *, comp
     if on_cuda:
         pad_products(module, where, decisions, compiled=compiled, constant=True)
     if compiled:
-        row_products_as_sums(module)
+        row_products_as_sums(module, where, decisions)
     elif channels_last:
         choose_pools(module, where, decisions)
     if on_cuda or not compiled:  # on the host the compiler knows no library calls

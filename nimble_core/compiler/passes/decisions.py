@@ -54,12 +54,15 @@ class Decisions:
             calls: makes them, with their example tensors.
 
         Returns:
-            ns of each, infinite for one that fails; None if nothing is measured.
+            ns of each, infinite for one that fails; None if nothing is measured: examples may not fit beside the model.
         """
         if self.timer is None:
             return None
         if key not in self.times:
-            self.times[key] = tuple(math.inf if ns is None else ns for ns in self.timer(calls()))
+            try:
+                self.times[key] = tuple(math.inf if ns is None else ns for ns in self.timer(calls()))
+            except torch.OutOfMemoryError:
+                return None
         return self.times[key]
 
     def second_is_faster(self, key: Hashable, calls: Callable[[], Sequence[Timed]]) -> bool:

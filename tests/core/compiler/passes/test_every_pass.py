@@ -49,7 +49,7 @@ PASSES: dict[str, Pass] = {
     "siblings merged": lambda module, made: merge_siblings(module, HOST, made, convolutions=True),
     "padded": lambda module, made: pad_products(module, HOST, made, compiled=True, constant=False),
     "padded once": lambda module, made: pad_products(module, HOST, made, compiled=False, constant=True),
-    "rows as sums": lambda module, _: row_products_as_sums(module),
+    "rows as sums": lambda module, made: row_products_as_sums(module, HOST, made),
     "pools": lambda module, made: choose_pools(module, HOST, made),
     "forms": lambda module, made: choose_forms(module, HOST, made, channels_last=False, compiled=False),
     "compiled forms": lambda module, made: choose_forms(module, HOST, made, channels_last=True, compiled=True),

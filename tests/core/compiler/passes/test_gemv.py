@@ -12,10 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
 
+from nimble_core.autotune.capture_pipeline import device_for
 from nimble_core.compiler.passes.channels_last import to_channels_last
+from nimble_core.compiler.passes.decisions import Decisions
 from nimble_core.compiler.passes.gemv import row_products_as_sums
 from nimble_core.compiler.to_fx import lift
-from tests.support.rewrite_models import claimed, recorded, unchanged_by
+from nimble_core.ir.program import KernelChoice
+from tests.support.rewrite_models import claimed, fake_timer, recorded, targets, unchanged_by
+
+CPU = torch.device("cpu")
+
+
+def as_sums(module: fx.GraphModule) -> int:
+    return row_products_as_sums(module, CPU, Decisions())
 
 
 @settings(max_examples=40)
@@ -42,7 +51,7 @@ def test_convolutions_of_one_pixel(
     def rewrite(module: fx.GraphModule) -> None:
         if layout:
             to_channels_last(module)
-        count.append(row_products_as_sums(module))
+        count.append(as_sums(module))
 
     unchanged_by(rewrite, one)
     assert count == [int(kernel == 1 and padding == 0 and (not groups or channels == 1))]
@@ -72,6 +81,41 @@ X = torch.randn(1, 4, dtype=torch.float64)
 )
 def test_products(forward: Callable[..., Any], count: int) -> None:
     one = recorded(forward, X)
-    module = unchanged_by(row_products_as_sums, one)
-    assert row_products_as_sums(lift(one.recording)) == count
+    module = unchanged_by(as_sums, one)
+    assert as_sums(lift(one.recording)) == count
     assert claimed(module) == claimed(lift(one.recording))
+
+
+def test_large_weights_are_left_to_libraries_where_no_gpu_measures() -> None:
+    weight = torch.randn(1024, 1024)
+    module = lift(recorded(lambda x: F.linear(x, weight), torch.randn(1, 1024)).recording)
+    decisions = Decisions(fake_timer((2.0, 1.0)))
+    assert row_products_as_sums(module, CPU, decisions) == 0
+    assert not decisions.made
+
+
+def test_what_was_chosen_for_a_large_weight_is_repeated() -> None:
+    weight = torch.randn(1024, 1024, dtype=torch.float64)
+    one = recorded(lambda x: F.linear(x.sin(), weight), torch.randn(1, 1024, dtype=torch.float64))
+    chosen = KernelChoice(1, "sum over one row")
+    decisions = Decisions(given=frozenset({chosen}))
+    module = unchanged_by(lambda module: row_products_as_sums(module, CPU, decisions), one)
+    assert "aten.mm.default" not in targets(module)
+    assert decisions.made == [chosen]
+
+
+@pytest.mark.gpu
+@pytest.mark.compiler
+def test_large_weights_are_timed_on_a_gpu() -> None:
+    device = torch.device("cuda")
+    weights = [torch.randn(size, 2048, device=device, dtype=torch.bfloat16) / 45 for size in (1024, 65536)]
+    one = recorded(
+        lambda x: [F.linear(x, weight) for weight in weights], torch.randn(1, 2048, device=device).bfloat16()
+    )
+    decisions = Decisions(device_for(device).call_times_ns)
+    module = lift(one.recording)
+    count = row_products_as_sums(module, device, decisions)
+    assert count == len(decisions.made) == sum(b < a for a, b in decisions.times.values())
+    assert all(0 < ns < 1e6 for times in decisions.times.values() for ns in times)
+    again = lift(one.recording)
+    assert row_products_as_sums(again, device, Decisions(given=frozenset(decisions.made))) == count
