@@ -311,8 +311,8 @@ def measure(name: str, group: str) -> Row:
     return row | {"seconds": round(now - started, 1), "own_s": round(now - prepared, 1)}
 
 
-def run(work: Sequence[tuple[str, str]]) -> Iterator[Row]:
-    """Rows of ``(name, group)``, each from a process of its own."""
+def run(work: Sequence[tuple[str, str]], one: Callable[[str, str], Row] = measure) -> Iterator[Row]:
+    """Rows of ``(name, group)``, each made by ``one`` in a process of its own."""
     # Forked: what all need is imported once.
     import transformers.models.bert.modeling_bert  # noqa: F401  # what children then need not import
 
@@ -320,7 +320,7 @@ def run(work: Sequence[tuple[str, str]]) -> Iterator[Row]:
     fork = multiprocessing.get_context("fork")
     for name, group in work:
         mine, theirs = fork.Pipe(duplex=False)
-        process = fork.Process(target=_child, args=(name, group, theirs))
+        process = fork.Process(target=_child, args=(one, name, group, theirs))
         process.start()
         theirs.close()
         row: Row = {"name": name, "group": group, "static": None, "passes": False}
@@ -333,10 +333,10 @@ def run(work: Sequence[tuple[str, str]]) -> Iterator[Row]:
         yield row
 
 
-def _child(name: str, group: str, pipe: Any) -> None:
+def _child(one: Callable[[str, str], Row], name: str, group: str, pipe: Any) -> None:
     if not group.startswith("cuda"):  # which maps far more than it uses
         resource.setrlimit(resource.RLIMIT_DATA, (_LIMIT_GB << 30, _LIMIT_GB << 30))
-    pipe.send(measure(name, group))
+    pipe.send(one(name, group))
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -19,13 +19,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from nimble_core.compiler.decompositions import taken_apart
 from nimble_core.compiler.rerecord import provenance_of
 from nimble_core.compiler.to_fx import calls_of
 from nimble_core.ir.program import Origin, Program
 from nimble_core.torch_compat.compiler import (
     CODE_COMMENT,
-    DECOMPOSED,
-    DECOMPOSITIONS,
     FX_CACHE_SHAPES,
     INDUCTOR_COMPILE,
     KERNEL_METADATA,
@@ -50,15 +49,6 @@ _OPTIONS: Mapping[str, Any] = {
     "fallback_random": True,  # eager's kernels draw what could not be drawn ahead
     "comment_origin": True,  # which nodes each launch stands for
 }
-
-_ATEN = torch.ops.aten
-_INTERPOLATIONS = (
-    _ATEN.upsample_bilinear2d.default,
-    _ATEN.upsample_bicubic2d.default,
-    _ATEN.upsample_trilinear3d.default,
-)
-"""What Inductor takes apart by the name that ``torch.compile`` sees (``vec``) alone: by this one it would call eager's
-kernels, which took half of a SegFormer's time."""
 
 _CODE_VERSION = "kernels wait first"
 """Part of the keys of Inductor's cache on disk: the way in which we have its code written."""
@@ -88,7 +78,7 @@ def compile_graph(
             _patching,
             torch.no_grad(),
             _host_kernels_commented(),
-            _interpolation_taken_apart(),
+            taken_apart(),
             _kernels_that_wait() as waiting,
             _kept_on_disk(module),
             warnings.catch_warnings(),
@@ -145,22 +135,6 @@ def _host_kernels_commented() -> Iterator[None]:
 
     with CODE_COMMENT.replaced_by(commented):
         yield
-
-
-@contextmanager
-def _interpolation_taken_apart() -> Iterator[None]:
-    """Let Inductor compile interpolation, as it does for ``torch.compile``."""
-    table, find = DECOMPOSITIONS.find(), DECOMPOSED.find()
-    if table is None or find is None:
-        yield
-        return
-    added = {op: how for op, how in find(_INTERPOLATIONS).items() if op not in table}
-    table.update(added)
-    try:
-        yield
-    finally:
-        for op in added:
-            del table[op]
 
 
 @contextmanager

@@ -1,0 +1,147 @@
+"""Does the compiler get from us the graph that it gets from ``torch.compile``?
+
+    python -m benchmarks.lowering --out benchmarks/results/lowering-host.jsonl    # goes on where it stopped
+    python -m benchmarks.lowering --names transformers:bert                       # one, printed
+    python -m benchmarks.lowering --show benchmarks/results/lowering-host.jsonl
+
+We hand Inductor a recording of eager's calls, ``torch.compile`` what Dynamo reads in the model's Python. Both graphs
+are compared as Inductor is about to make kernels of them, all operators taken apart: how many of each operator one
+has more than the other. Views, copies and what only makes constants (ours are folded ahead of time) are not compared. A
+model whose graphs agree gets the same kernels from both, before our rewrites. Nothing is compiled.
+
+The architectures are those of ``coverage_list.json``, small and in float32, on the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from benchmarks import coverage
+from nimble_core import Nimble, Options
+from nimble_core.compiler.inductor import compile_graph
+from nimble_core.compiler.to_fx import is_view, lift
+from nimble_core.torch_compat.compiler import INDUCTOR_CONFIG
+from nimble_core.utils.errors import first_line
+
+Row = dict[str, Any]
+
+_COPIES = {"aten.clone.default", "aten.alias.default", "aten.detach.default", "aten.copy.default"}
+_CONSTANTS = {"aten.full.default", "prims.iota.default", "aten.lift_fresh_copy.default", "aten.scalar_tensor.default"}
+
+
+class _CaughtError(Exception):
+    """Ends a compilation once its graph is known."""
+
+
+def operators(compiled: Callable[[], object]) -> list[Counter[str]]:
+    """Count the operators of the graphs that Inductor is given while ``compiled`` runs; the first ends it.
+
+    Raises:
+        Exception: what it raises before.
+    """
+    found: list[Counter[str]] = []
+
+    def catch(graph: fx.Graph) -> None:
+        found.append(Counter(str(node.target) for node in graph.nodes if _computes(node)))
+        raise _CaughtError
+
+    try:
+        with INDUCTOR_CONFIG.require().patch(post_grad_custom_pre_pass=catch), torch.no_grad():
+            compiled()
+    except Exception:
+        if not found:
+            raise
+    return found
+
+
+def _computes(node: fx.Node) -> bool:
+    """Whether a node is compared; not those computed from no input or weight."""
+    if node.op != "call_function" or is_view(node.target) or str(node.target) in _COPIES | _CONSTANTS:
+        return False
+    pending, seen = list(node.all_input_nodes), set[fx.Node]()
+    while pending:
+        one = pending.pop()
+        if one.op in ("placeholder", "get_attr"):
+            return True
+        if one not in seen:
+            seen.add(one)
+            pending += one.all_input_nodes
+    return False
+
+
+def compared(model: torch.nn.Module, inputs: dict[str, Any]) -> Row:
+    """Compare what both give to Inductor: operators that one has more than the other, and how many both have."""
+    recorded = Nimble(model, Options(tune="off")).prepare(**inputs).engines[0].recorded
+    ours = operators(lambda: compile_graph(lift(recorded.recording), recorded.signature.tensors))[0]
+    theirs = operators(lambda: torch.compile(model, fullgraph=True, dynamic=False)(**inputs))[0]
+    return {"both": (ours & theirs).total(), "ours more": dict(ours - theirs), "theirs more": dict(theirs - ours)}
+
+
+def measure(name: str, group: str = "host") -> Row:
+    """One row: an architecture's graphs, or why there is only one."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    package, _, known = name.partition(":")
+    row = {"name": name, "torch": str(torch.__version__)}
+    try:
+        transformers = package == "transformers"
+        make = (
+            coverage.transformers_model(known, "cpu") if transformers else coverage.vision_model(package, known, "cpu")
+        )
+        return row | compared(make[0], make[1](0))
+    except Exception as error:
+        return row | {"error": f"{type(error).__name__}: {first_line(error)}"}
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Say how many agree, and how the others differ."""
+    both = [row for row in rows if "both" in row]
+    same = [row for row in both if not row["ours more"] and not row["theirs more"]]
+    lines = [f"{len(rows)} architectures, {len(both)} in both graphs, {len(same)} of these with the same operators"]
+    for row in both:
+        if row not in same:
+            lines.append(f"{row['name']}: ours more {_told(row['ours more'])}, theirs more {_told(row['theirs more'])}")
+    return "\n".join([*lines, *(f"{row['name']}: {row['error']}" for row in rows if "error" in row)])
+
+
+def _told(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "none"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare what the file does not hold yet."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--names", nargs="+")
+    parser.add_argument("--show", type=Path)
+    given = parser.parse_args(arguments)
+    if given.show:
+        print(summary([json.loads(line) for line in given.show.read_text().splitlines()]))
+        return 0
+    done = set()
+    with suppress(FileNotFoundError, TypeError):
+        done = {json.loads(line)["name"] for line in Path(given.out).read_text().splitlines()}
+    groups: dict[str, list[str]] = json.loads(coverage.LIST.read_text())
+    names = given.names or sorted({name for names in groups.values() for name in names})
+    for row in coverage.run([(name, "host") for name in names if name not in done], measure):
+        if given.out:
+            with given.out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        print(summary([row]).splitlines()[-1] if "error" in row else json.dumps(row), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
