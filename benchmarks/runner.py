@@ -38,7 +38,7 @@ import torch
 import nimble_core
 from benchmarks import models, training_ways, ways
 from benchmarks.measure import WARM_UPS, block, take_times
-from benchmarks.store import ANCHOR_BOUND, OURS, Record, moved, read, summary, write
+from benchmarks.store import ANCHOR_BOUND, OURS, Record, losses, moved, read, summary, write
 from benchmarks.ways import Case, Job, Ready
 from nimble_core.profiling.machine import environment, finish
 from nimble_core.torch_compat.compiler import COUNTERS
@@ -314,11 +314,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--tiny", action="store_true", help="small models and few samples, to try the runner")
     add("--start", choices=("fork", "spawn"), default="fork", help="how processes begin: spawn imports all anew")
     add("--show", action="store_true", help="only print what the store says")
+    add("--floor", type=float, default=0.0, help="exit status 1 where ours is decidedly below this of a peer")
     add("--models", default="benchmarks.models", help=argparse.SUPPRESS)
     given = options.parse_args(arguments)
     status = 0 if given.show else run(given)
-    print("stopped" if status else "\n".join(summary(read(given.out))))
-    return status
+    records = read(given.out)
+    print("stopped" if status else "\n".join(summary(records)))
+    if status or not (lost := losses(records, given.floor)):
+        return status
+    print(f"\nslower than {given.floor:g} of a peer's speed:", *lost, sep="\n", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

@@ -161,6 +161,20 @@ def _row(records: Sequence[Record], here: Sequence[Record]) -> Iterator[str]:
         yield f"{line}  {'; '.join(filter(None, said))}".rstrip()
 
 
+def losses(records: Sequence[Record], floor: float) -> list[str]:
+    """Name the rows on which ours is decidedly slower than ``floor`` times a peer of the same place, by any measure."""
+    alone = [one for one in records if not one.together]
+    said = []
+    for ours in (one for one in alone if one.way == "ours"):
+        for peer in (one for one in alone if (one.row, one.place) == (ours.row, ours.place) and one.way not in OURS):
+            said += [
+                f"{ours.row}: {_told(found)} of {peer.way} in {name.removesuffix('_us')}"
+                for name, found in _over(ours, peer).items()
+                if found.high < floor
+            ]
+    return said
+
+
 def ratio(ours: Record, peer: Record, measure: str) -> Ratio:
     """Speed of ours over a peer's, of samples taken in two processes."""
     new, old = (summarize(one.way, [us * 1e3 for us in getattr(one, measure)]) for one in (ours, peer))

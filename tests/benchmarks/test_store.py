@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.store import Record, moved, read, summary, write
+from benchmarks.store import Record, losses, moved, read, summary, write
 
 ANCHOR = {"latency_us": 50.0}
 PLACE = {
@@ -54,6 +54,19 @@ def test_ours_is_held_against_each_way_and_the_best():
     assert line(records, "xla").endswith("no JAX")
     means = "inference: ours over the best peer of each row, geometric means: latency 1.20x (1.20x to 1.20x of 1)"
     assert means in "\n".join(summary(records))
+
+
+def test_losses_are_decided_ones_of_the_same_place():
+    apart = {"throughput_us": (90.0,) * 20 + (110.0,) * 20}  # undecided
+    elsewhere = record("fr", 10.0, environment={**PLACE["environment"], "driver": "590"})
+    records = [record("ours"), record("fr", 80.0, **apart), record("ro", 99.0), record("eager", 400.0), elsewhere]
+    records += [
+        record("ours-static", 500.0),
+        record("xla", 1.0, rel_err=0.5, bound=0.1),
+        record("fr", 1.0, row="other"),
+    ]
+    assert losses(records, 0.98) == [f"mlp: 0.80x [0.80, 0.80] of fr in {name}" for name in ("latency", "device")]
+    assert losses(records, 0.0) == []
 
 
 def test_wrong_ways_are_named_and_not_counted_and_parts_of_a_call_are_compared_with_nothing():
