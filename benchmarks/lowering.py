@@ -30,8 +30,9 @@ from torch import fx
 from benchmarks import coverage
 from nimble_core import Nimble, Options
 from nimble_core.compiler.inductor import compile_graph
-from nimble_core.compiler.to_fx import is_view, lift
+from nimble_core.compiler.to_fx import lift
 from nimble_core.torch_compat.compiler import INDUCTOR_CONFIG
+from nimble_core.tracing.operator_traits import is_view
 from nimble_core.utils.errors import first_line
 
 Row = dict[str, Any]

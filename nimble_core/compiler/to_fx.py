@@ -18,7 +18,7 @@ from torch import fx
 
 from nimble_core.ir.program import TensorRef
 from nimble_core.torch_compat.dispatch import OpOverload
-from nimble_core.tracing.operator_traits import draws_numbers, fills, makes_memory_only, written_arguments
+from nimble_core.tracing.operator_traits import draws_numbers, fills, is_view, makes_memory_only, written_arguments
 from nimble_core.tracing.recording import Recording, Slot, Step, slots_in
 from nimble_core.tracing.strides import laid_out, row_by_row
 
@@ -30,7 +30,6 @@ __all__ = [
     "draws",
     "drop_unused",
     "graph_module",
-    "is_view",
     "lift",
     "made_of",
     "movable",
@@ -108,15 +107,6 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
         else:
             given[argument.name] = node.kwargs.get(argument.name, argument.default_value)
     return given
-
-
-@cache
-def is_view(func: Any) -> bool:
-    """Whether an operator's result shares memory with an argument that it does not write."""
-    schema = getattr(func, "_schema", None)
-    return func is operator.getitem or (
-        schema is not None and any(out.alias_info is not None and not out.alias_info.is_write for out in schema.returns)
-    )
 
 
 def only_computes(func: Any) -> bool:

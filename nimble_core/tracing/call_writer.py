@@ -20,7 +20,7 @@ from nimble_core.torch_compat.dispatch import (
 )
 from nimble_core.tracing.host_reads import experts_fix
 from nimble_core.tracing.kernel_launches import Launch, Relaunch
-from nimble_core.tracing.operator_traits import Traits, argument_texts
+from nimble_core.tracing.operator_traits import Traits, argument_texts, is_view
 from nimble_core.tracing.recording import Rewritten, Step
 from nimble_core.tracing.recording_contexts import current_phase
 from nimble_core.tracing.run_log import RunLog
@@ -93,7 +93,7 @@ class CallRunner:
     def _refuse(self, func: Any, error: Exception, frame: FrameType) -> None:
         """Raise CaptureError for an error that is about recording; one of the model itself passes."""
         where = self._log.origins.where(func, frame)
-        if not self._caught and not _is_view(func):
+        if not self._caught and not is_view(func):
             self._caught = f"{where}: {type(error).__name__}: {first_line(error)}"
         first = str(error).partition("\n")[0]
         if not self._log.values and (isinstance(error, _NEEDS_VALUES) or "fake impl" in str(error)):
@@ -110,12 +110,6 @@ class CallRunner:
                 fix=experts_fix(frame)
                 or "keep that operator out of the prepared module, or use a form that does not synchronise",
             ) from error
-
-
-def _is_view(func: Any) -> bool:
-    """Whether a call makes a view: it fails on shapes and strides alone, which are the same in every run."""
-    returned = getattr(func, "_schema", None) and func._schema.returns
-    return any(one.alias_info is not None and not one.alias_info.is_write for one in returned or ())
 
 
 _RNN = torch.ops.aten.mkldnn_rnn_layer.default

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -25,6 +26,7 @@ __all__ = [
     "fills",
     "fills_where_true",
     "has_memory",
+    "is_view",
     "makes_memory_only",
     "masks_among",
     "overlaps_itself",
@@ -195,6 +197,14 @@ def written_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
 def _argument(place: tuple[int, str], args: tuple[Any, ...], kwargs: Mapping[str, Any], default: Any) -> Any:
     position, name = place
     return args[position] if position < len(args) else kwargs.get(name, default)
+
+
+@cache
+def is_view(func: Any) -> bool:
+    """Whether an operator's result shares memory with an argument that it does not write."""
+    returned = getattr(func, "_schema", None) and func._schema.returns
+    shares = (one.alias_info is not None and not one.alias_info.is_write for one in returned or ())
+    return func is operator.getitem or any(shares)
 
 
 def makes_memory_only(func: Any) -> bool:

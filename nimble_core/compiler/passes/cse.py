@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from nimble_core.compiler.to_fx import drop_unused, is_view, movable, only_computes, use_calls
+from nimble_core.compiler.to_fx import drop_unused, movable, only_computes, use_calls
+from nimble_core.tracing.operator_traits import is_view
 
 __all__ = ["share_equal"]
 

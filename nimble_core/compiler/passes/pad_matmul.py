@@ -19,8 +19,9 @@ from torch import fx
 
 from nimble_core.compiler.passes.channels_last import takes_windows
 from nimble_core.compiler.passes.decisions import Decisions, example
-from nimble_core.compiler.to_fx import drop_unused, is_view, pinned, reference_of, use_calls
+from nimble_core.compiler.to_fx import drop_unused, pinned, reference_of, use_calls
 from nimble_core.torch_compat.dispatch import OpOverload
+from nimble_core.tracing.operator_traits import is_view
 from nimble_core.tracing.strides import corner, laid_out, restrided, row_by_row
 
 __all__ = ["pad_products"]

@@ -15,9 +15,9 @@ from torch import fx
 
 from nimble_core.compiler.passes.conv_forms import padded_channels
 from nimble_core.compiler.passes.fold_batchnorm import narrowed, norm_scale, norm_shift, scaled_weight, shift_as
-from nimble_core.compiler.to_fx import add_call, drop_unused, graph_module, is_view, made_of, only_computes, pinned
+from nimble_core.compiler.to_fx import add_call, drop_unused, graph_module, made_of, only_computes, pinned
 from nimble_core.tracing.folded_weights import Folded
-from nimble_core.tracing.operator_traits import overlaps_itself
+from nimble_core.tracing.operator_traits import is_view, overlaps_itself
 from nimble_core.tracing.strides import restrided
 
 __all__ = ["WEIGHT_FUNCTIONS", "split_constants"]

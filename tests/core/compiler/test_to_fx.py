@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from nimble_core.compiler.to_fx import (
     CALL_PREFIX,
     calls_of,
-    is_view,
     reference_of,
 )
+from nimble_core.tracing.operator_traits import is_view
 from tests.support.models import CASES, make
 from tests.support.rewrite_models import Drawn, claimed, drawn_models, eager_effects, effects, lifted, same, targets
 
