@@ -9,7 +9,7 @@ are compared as Inductor is about to make kernels of them, all operators taken a
 has more than the other. Views, copies and what only makes constants (ours are folded ahead of time) are not compared. A
 model whose graphs agree gets the same kernels from both, before our rewrites. Nothing is compiled.
 
-The architectures are those of ``coverage_list.json``, small and in float32, on the host.
+The architectures are those of ``coverage_list.json``, small and in float32, by default on the host.
 """
 
 from __future__ import annotations
@@ -89,19 +89,19 @@ def compared(model: torch.nn.Module, inputs: dict[str, Any]) -> Row:
     return {"both": (ours & theirs).total(), "ours more": dict(ours - theirs), "theirs more": dict(theirs - ours)}
 
 
-def measure(name: str, group: str = "host") -> Row:
+def measure(name: str, device: str = "cpu") -> Row:
     """One row: an architecture's graphs, or why there is only one."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     package, _, known = name.partition(":")
-    row = {"name": name, "torch": str(torch.__version__)}
+    row = {"name": name, "device": device, "torch": str(torch.__version__)}
     try:
-        transformers = package == "transformers"
-        make = (
-            coverage.transformers_model(known, "cpu") if transformers else coverage.vision_model(package, known, "cpu")
-        )
-        return row | compared(make[0], make[1](0))
+        if package == "transformers":
+            model, inputs, _ = coverage.transformers_model(known, device)
+        else:
+            model, inputs, _ = coverage.vision_model(package, known, device)
+        return row | compared(model, inputs(0))
     except Exception as error:
         return row | {"error": f"{type(error).__name__}: {first_line(error)}"}
 
@@ -126,6 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--names", nargs="+")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--show", type=Path)
     given = parser.parse_args(arguments)
     if given.show:
@@ -136,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         done = {json.loads(line)["name"] for line in Path(given.out).read_text().splitlines()}
     groups: dict[str, list[str]] = json.loads(coverage.LIST.read_text())
     names = given.names or sorted({name for names in groups.values() for name in names})
-    for row in coverage.run([(name, "host") for name in names if name not in done], measure):
+    for row in coverage.run([(name, given.device) for name in names if name not in done], measure):
         if given.out:
             with given.out.open("a") as file:
                 file.write(json.dumps(row) + "\n")
