@@ -101,6 +101,22 @@ def test_a_wrong_kernel_gives_way_to_eagers_calls_there(
     assert check_kernels(engine(net).recorded, [x]).passed
 
 
+@pytest.mark.gpu
+@pytest.mark.compiler
+@torch.no_grad()
+@FAULTS
+@pytest.mark.parametrize("kind", ["library", "inductor"])
+@pytest.mark.parametrize("make", [constant, telling])
+def test_a_wrong_kernel_gives_way_on_a_gpu(make: Any, fault: Any, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, fault, reads_the_input)
+    model, x = (one.cuda() for one in make())
+    net = Nimble(model, quick(kind)).prepare(x)
+    assert fused(net) == kind
+    assert 0 in programs(net)[0].kept
+    assert any("eager's calls run in place of" in note for note in engine(net).notes)
+    torch.testing.assert_close(net(x), model(x), rtol=1e-3, atol=1e-3)  # TF32, in other orders
+
+
 @torch.no_grad()
 @KINDS
 def test_a_saved_plan_makes_the_same_kernels_again(kind: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
