@@ -2,7 +2,7 @@
 
     python -m benchmarks.lowering --out benchmarks/results/lowering-host.jsonl    # goes on where it stopped
     python -m benchmarks.lowering --names transformers:bert                       # one, printed
-    python -m benchmarks.lowering --show benchmarks/results/lowering-host.jsonl
+    python -m benchmarks.lowering --table               # writes docs/kernels.md; --check: only looks
 
 We hand Inductor a recording of eager's calls, ``torch.compile`` what Dynamo reads in the model's Python. Both graphs
 are compared as Inductor is about to make kernels of them, all operators taken apart: how many of each operator one
@@ -28,6 +28,7 @@ import torch
 from torch import fx
 
 from benchmarks import coverage
+from benchmarks.table import ROOT, filled
 from nimble_core import Nimble, Options
 from nimble_core.compiler.inductor import compile_graph
 from nimble_core.compiler.to_fx import lift
@@ -35,6 +36,8 @@ from nimble_core.torch_compat.compiler import INDUCTOR_CONFIG
 from nimble_core.tracing.operator_traits import is_view
 from nimble_core.utils.errors import first_line
 
+PAGE = ROOT / "docs" / "kernels.md"
+RESULTS = ROOT / "benchmarks" / "results" / "lowering-host.jsonl"
 Row = dict[str, Any]
 
 _COPIES = {"aten.clone.default", "aten.alias.default", "aten.detach.default", "aten.copy.default"}
@@ -106,19 +109,24 @@ def measure(name: str, device: str = "cpu") -> Row:
         return row | {"error": f"{type(error).__name__}: {first_line(error)}"}
 
 
-def summary(rows: Sequence[Row]) -> str:
-    """Say how many agree, and how the others differ."""
+def table(rows: Sequence[Row]) -> str:
+    """Say in Markdown how many agree, how the others differ, and which are not compared."""
     both = [row for row in rows if "both" in row]
-    same = [row for row in both if not row["ours more"] and not row["theirs more"]]
-    lines = [f"{len(rows)} architectures, {len(both)} in both graphs, {len(same)} of these with the same operators"]
-    for row in both:
-        if row not in same:
-            lines.append(f"{row['name']}: ours more {_told(row['ours more'])}, theirs more {_told(row['theirs more'])}")
-    return "\n".join([*lines, *(f"{row['name']}: {row['error']}" for row in rows if "error" in row)])
+    unlike = [row for row in both if row["ours more"] or row["theirs more"]]
+    names = ", ".join(f"`{row['name']}`" for row in rows if row not in both)
+    lines = [
+        f"Of {len(rows)} architectures both graphs are made of {len(both)}; {len(both) - len(unlike)} of these have "
+        "the same operators. The others:",
+        "",
+        "| architecture | ours has more | `torch.compile`'s has more |",
+        "| --- | --- | --- |",
+        *(f"| `{row['name']}` | {_told(row['ours more'])} | {_told(row['theirs more'])} |" for row in unlike),
+    ]
+    return "\n".join([*lines, "", f"Not compared, because one of the two refuses them: {names or 'none'}."])
 
 
 def _told(counts: dict[str, int]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "none"
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "–"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -127,11 +135,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--names", nargs="+")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--show", type=Path)
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--check", action="store_true")
     given = parser.parse_args(arguments)
-    if given.show:
-        print(summary([json.loads(line) for line in given.show.read_text().splitlines()]))
-        return 0
+    if given.table or given.check:
+        rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+        text = filled(PAGE.read_text(), {"lowering": table(rows)})
+        changed = text != PAGE.read_text()
+        if changed and given.table:
+            PAGE.write_text(text)
+        return int(given.check and changed)
     done = set()
     with suppress(FileNotFoundError, TypeError):
         done = {json.loads(line)["name"] for line in Path(given.out).read_text().splitlines()}
@@ -141,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.out:
             with given.out.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-        print(summary([row]).splitlines()[-1] if "error" in row else json.dumps(row), flush=True)
+        print(json.dumps(row), flush=True)
     return 0
 
 

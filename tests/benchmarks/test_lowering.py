@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -76,11 +73,14 @@ def test_what_cannot_be_compared_says_why() -> None:
     assert "KeyError" in lowering.measure("transformers:no-such-model")["error"]
 
 
-def test_the_summary_names_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_names_what_differs() -> None:
     same = {"name": "a", "both": 3, "ours more": {}, "theirs more": {}}
     rows = [same, same | {"name": "b", "ours more": {"aten.cos.default": 2}}, {"name": "c", "error": "E: no"}]
-    (tmp_path / "rows").write_text("\n".join(map(json.dumps, rows)))
-    assert lowering.main(["--show", str(tmp_path / "rows")]) == 0
-    first, *others = capsys.readouterr().out.splitlines()
-    assert first == "3 architectures, 2 in both graphs, 1 of these with the same operators"
-    assert others == ["b: ours more 2 aten.cos.default, theirs more none", "c: E: no"]
+    text = lowering.table(rows)
+    assert "Of 3 architectures both graphs are made of 2; 1 of these have the same operators." in text
+    assert "| `b` | 2 aten.cos.default | – |" in text
+    assert text.endswith("Not compared, because one of the two refuses them: `c`.")
+
+
+def test_the_page_says_what_the_results_say() -> None:
+    assert lowering.main(["--check"]) == 0, "python -m benchmarks.lowering --table"
