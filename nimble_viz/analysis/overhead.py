@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from nimble_core.ir.program import Call
+from nimble_core.ir.program import Call, TensorRef
 from nimble_core.utils.units import format_ns, format_percent, format_ratio
 from nimble_viz.analysis.dag_layout import components
 from nimble_viz.analysis.labels import about, doubt_of, plural, trains
 from nimble_viz.report.data import OverheadProfile, ReportData
 
 __all__ = [
-    "IDLE", "PARTS", "ModuleRow", "colours", "exposed", "group_name", "grouped", "idle_causes", "module_tree",
-    "overhead", "shared",
+    "IDLE", "PARTS", "ModuleRow", "colours", "computing", "exposed", "group_name", "grouped", "idle_causes",
+    "module_tree", "overhead", "shared",
 ]  # fmt: skip
 
 PARTS = ("python", "dispatch", "allocation", "launch", "tail")
@@ -116,6 +116,29 @@ def grouped(report: ReportData, by: Literal["operator", "module", "phase"]) -> l
         for part in (*_SUMS, *PARTS):
             sums[part] += getattr(row, f"{part}_ns")
     return sorted(rows.values(), key=lambda row: (-row["overhead"], row["name"]))
+
+
+def computing(report: ReportData, by: Literal["operator", "module"]) -> list[dict[str, Any]]:
+    """Rows of ``grouped``, most computing first, without those that do none.
+
+    Each also has ``share``, its part of all computing, and ``sizes``: what the call that computes longest reads, in
+    words; empty where shapes were not recorded.
+    """
+    longest: dict[str, tuple[float, Call]] = {}
+    for row in report.overhead.calls if report.overhead is not None else ():
+        name, found = group_name(report, row.call, by), (row.work_ns, report.eager_calls[row.call])
+        longest[name] = max(longest.get(name, found), found, key=lambda one: one[0])
+    rows = grouped(report, by)
+    total = sum(row["work"] for row in rows) or 1.0
+    return [
+        row | {"share": row["work"] / total, "sizes": ", ".join(map(_sizes, longest[row["name"]][1].reads[:3]))}
+        for row in sorted(rows, key=lambda row: (-row["work"], row["name"]))
+        if row["work"] > 0
+    ]
+
+
+def _sizes(ref: TensorRef) -> str:
+    return "×".join(map(str, ref.sizes)) or "scalar"
 
 
 def group_name(report: ReportData, call: int, by: Literal["operator", "module", "phase"]) -> str:
