@@ -9,6 +9,7 @@ of the script.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import typing
@@ -89,7 +90,7 @@ def _compare(given: argparse.Namespace) -> int:
 
     progress = Progress() if given.quiet else None
     report = compare(model, *args, kwargs=kwargs, against=given.against, options=options, progress=progress, **more)
-    _deliver(report, given.save, given.html, given.quiet)
+    _deliver(report, given.save, given.html, given)
     if not report.complete:
         return 130
     wrong = [check for check in report.checks if check.differs]
@@ -130,21 +131,21 @@ def _profile(given: argparse.Namespace) -> int:
             report, ended = profile_script(given.script, given.arguments, counts, stop=given.stop)
         finally:
             sys.stdout = stdout
-    _deliver(report, save, html, given.quiet)
+    _deliver(report, save, html, given)
     if isinstance(ended, Exception):
         raise ended
     return ended
 
 
-def _deliver(report: Report, save: Path | None, html: Path | None, quiet: bool) -> None:
+def _deliver(report: Report, save: Path | None, html: Path | None, given: argparse.Namespace) -> None:
     """Write the report where it was asked for, print it, and say if it is not complete."""
     with _files():
         if save is not None:
             report.save(save)
         if html is not None:
             report.to_html(html)
-    if not quiet:
-        _print(report)
+    if not given.quiet:
+        _summarise(report, given.json)
     if not report.complete:
         _warn("interrupted" if save is None else f"interrupted; what was measured is in {save}")
 
@@ -165,8 +166,15 @@ def _show(given: argparse.Namespace) -> int:
         report = load(given.file)
         if given.html is not None:
             report.to_html(given.html)
-    _print(report)
+    _summarise(report, given.json)
     return 0
+
+
+def _summarise(report: Report, as_json: bool) -> None:
+    if as_json:
+        _say(json.dumps(report.summary(), ensure_ascii=False))
+    else:
+        _print(report)
 
 
 def _export(given: argparse.Namespace) -> int:
@@ -338,6 +346,7 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
 def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE")
     _add_html(parser)
+    _add_json(parser)
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
@@ -401,6 +410,7 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
     _add_html(parser)
     parser.add_argument("--save", type=Path, metavar="PATH", help="write the report (.nimble)")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    _add_json(parser)
 
 
 def _add_html(parser: argparse.ArgumentParser) -> None:

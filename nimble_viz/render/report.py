@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from nimble_core.utils.files import write_file
+from nimble_viz.analysis.brief import brief
 from nimble_viz.export.dot import digraph
 from nimble_viz.export.formats import export
 from nimble_viz.export.tables import to_dataframe
@@ -110,6 +111,13 @@ class Report(ReportData):
             InputError: ``other`` is no report.
         """
         return diff(self, other)
+
+    def summary(self) -> dict[str, Any]:
+        """Return what was found, what bounds it and what to do next, for programs: at most 12 kB as JSON.
+
+        Times are in µs, shares from 0 to 1. docs/report-format.md describes each key.
+        """
+        return brief(self)
 
     def to_text(self, width: int | None = None) -> str:
         """Return this report as plain text, ``width`` columns wide (60 to 200; None: the terminal's)."""

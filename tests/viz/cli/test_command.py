@@ -109,6 +109,8 @@ def test_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", str(path), "--html", str(tmp_path / "r.html")]) == 0
     assert "nimble_viz: SampleNet" in capsys.readouterr().out
     assert (tmp_path / "r.html").exists()
+    assert main(["show", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == load(path).summary()
 
 
 @pytest.mark.parametrize(
