@@ -98,7 +98,7 @@ def table(records: Sequence[Record], *, training: bool) -> str:
         return NOTHING
     missing = [ways["ours"].title for name, ways in measured.items() if name not in rows]
     lines = [
-        "| model | ours of | eager | best peer | ours | latency | throughput | device time |",
+        "| model | ours measured | eager | best peer | ours | latency | throughput | device time |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     means: dict[str, list[float]] = {}

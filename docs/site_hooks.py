@@ -42,4 +42,4 @@ def styles() -> str:
     """CSS of highlighted code, for light and dark."""
     light, dark = (HtmlFormatter(style=name).get_style_defs(".codehilite") for name in ("default", "github-dark"))
     dark = re.sub(r"^\.codehilite", '[data-bs-theme="dark"] .codehilite', dark, flags=re.MULTILINE)
-    return f"{light}\n{dark}\n.codehilite, .codehilite pre {{ background: none }}\n"
+    return f"{light}\n{dark}\n.codehilite, .codehilite pre {{ background: none; overflow-x: auto }}\n"

@@ -40,6 +40,7 @@ def main() -> int:
     console.print()
     console.print("[bold]2. An NVIDIA H200:[/] GoogLeNet, recorded there and opened here.")
     show(load(RECORDED), "report-h200.html", console)
+    console.print("   inductor: compiled kernels; critical_path: how calls spread over streams.")
     console.print()
     console.print("Open both pages in a browser; each is one file. Next, with a model of yours:")
     for command in ("compare yours.py:factory --html yours.html", "profile --html train.html train.py", "doctor"):
