@@ -1,6 +1,7 @@
 # Needs Python 3.11 or 3.12, git and make. Everything else goes into $(VENV).
 #
-#   make demo     compare two models from transformers; writes report.html and report-bert.html
+#   make demo     measure a branching model here, show a report from an H200 beside it: under a minute
+#   make docs     build the documentation's site in site/: python -m http.server --directory site
 #   make test     lint, types, import contracts, and the tests of the inner loop: under 8 minutes on two cores
 #   make test-all the slow compiler, browser and notebook tests too; before submitting what touches any of these
 #   make fuzz     random models beside eager, FUZZ cases of them (20000); goes on where it was stopped
@@ -26,11 +27,15 @@ PINS := $(if $(findstring --system-site-packages,$(VENV_FLAGS)),,--constraint co
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --max-worker-restart 0
 INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(PIP_FLAGS) $(PINS)
 
-.PHONY: demo test test-all lint fuzz bench clean
+.PHONY: demo docs test test-all lint fuzz bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.demo
+
+docs: $(VENV)/.venv pyproject.toml constraints.txt
+	$(INSTALL) --editable '.[docs]'
+	$(BIN)/python -m mkdocs build --strict
 
 test: lint
 	$(PYTEST) -m "not slow"
@@ -55,8 +60,8 @@ bench: $(VENV)/.test
 	  echo "Against torch.compile and others, hours: $(BIN)/python -m benchmarks.runner --out FILE --cache .inductor"; fi
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
-	rm -f report.html report-bert.html report.nimble report-bert.nimble fuzz.jsonl
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -f report.html report-h200.html report.nimble fuzz.jsonl
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.venv:
@@ -67,7 +72,7 @@ $(VENV)/.venv:
 
 # The CUDA extra that torch was built for, where there is a GPU; none where torch has no CUDA.
 $(VENV)/.demo: $(VENV)/.venv pyproject.toml constraints.txt
-	$(INSTALL) --editable '.[demo]'
+	$(INSTALL) --editable .
 	@if command -v nvidia-smi >/dev/null 2>&1; then \
 	  major=$$($(BIN)/python -c 'import torch; print((torch.version.cuda or "").split(".")[0])') && \
 	  if [ -n "$$major" ]; then $(INSTALL) --editable ".[cuda$$major]"; \

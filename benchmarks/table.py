@@ -3,7 +3,8 @@
     python -m benchmarks.table          # reads benchmarks/results/h200.jsonl.gz and h100.jsonl.gz
     python -m benchmarks.table --check  # writes nothing; exit status 1 where a page says something else
 
-A table lies between two equal marks, ``<!-- inference -->`` or ``<!-- training -->``. For each measure the best peer
+A table lies between two equal marks: ``<!-- inference -->``, ``<!-- training -->``, ``<!-- streams -->``, or the
+README's short ``<!-- speed -->``. For each measure the best peer
 of a row is the fastest right one, graphs captured by hand included. Ratios are of processes: they are bold where the
 interval (``nimble_core.ir.measurement.across``) lies beyond the 5% by which two processes may differ.
 """
@@ -11,11 +12,13 @@ interval (``nimble_core.ir.measurement.across``) lies beyond the 5% by which two
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean
+from typing import Any
 
 from benchmarks import training_ways
 from benchmarks import ways as inference_ways
@@ -25,7 +28,8 @@ from nimble_core.ir.measurement import Ratio
 
 ROOT = Path(__file__).parents[1]
 STORES = tuple(ROOT / "benchmarks" / "results" / f"{gpu}.jsonl.gz" for gpu in ("h200", "h100"))
-PAGES = (ROOT / "README.md",)
+EAGERS_KERNELS = ROOT / "benchmarks" / "results" / "cuda-h200.json"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
 NOTHING = "Not measured yet."
 MEASURES = {"latency_us": "latency", "throughput_us": "throughput", "device_us": "device time"}
 DTYPES = {"float32": "float32", "tf32": "TF32", "float16": "float16", "bfloat16": "bfloat16"}
@@ -94,8 +98,8 @@ def table(records: Sequence[Record], *, training: bool) -> str:
         return NOTHING
     missing = [ways["ours"].title for name, ways in measured.items() if name not in rows]
     lines = [
-        "| model | eager | best peer | ours | latency | throughput | device time |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| model | ours measured | eager | best peer | ours | latency | throughput | device time |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     means: dict[str, list[float]] = {}
     for ways in rows.values():
@@ -111,7 +115,8 @@ def table(records: Sequence[Record], *, training: bool) -> str:
         peer_times = _peer_cell(peers)
         ours_times = _times(ours.medians) + ", WRONG" * ours.wrong
         lines.append(
-            f"| {about} | {f'{eager:.0f}' if eager else '–'} | {peer_times} | {ours_times} | {' | '.join(cells)} |"
+            f"| {about} | {ours.date[:10]} | {f'{eager:.0f}' if eager else '–'} | {peer_times} | {ours_times} |"
+            f" {' | '.join(cells)} |"
         )
     means_said = ", ".join(
         f"{MEASURES[name]} {geometric_mean(values):.2f}x ({min(values):.2f}x to {max(values):.2f}x)"
@@ -133,10 +138,74 @@ def table(records: Sequence[Record], *, training: bool) -> str:
     )
 
 
+def streams(models: Mapping[str, Any]) -> str:
+    """Write what streams alone gain, of the models in ``cuda-h200.json``."""
+    lines = [
+        "| model, dtype | eager | one stream | many streams | many / one | many / eager | streams, syncs "
+        "| of critical path |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, model in sorted(models.items()):
+        times = [f"{model['times'][run]['median us']:.0f}" for run in ("eager", "single replay", "multi replay")]
+        ratios = ("multi over single, replay", "multi over eager, call")
+        cells = [*times, *(f"{model['ratios'][ratio]['value']:.2f}x" for ratio in ratios)]
+        plan = f"{model['streams']}, {model['syncs']['planned']}"
+        lines.append(f"| {name} | {' | '.join(cells)} | {plan} | {model['distance to critical path']:.2f}x |")
+    return "\n".join(lines)
+
+
 def tables(stores: Iterable[Sequence[Record]], *, training: bool) -> str:
     """Write the tables of several GPUs, one after the other; those without a row are left out."""
     found = dict.fromkeys(table(records, training=training) for records in stores)
     return "\n\n".join([text for text in found if text != NOTHING] or [NOTHING])
+
+
+def speed(stores: Iterable[Sequence[Record]]) -> str:
+    """Write the first store's inference rows in short: geometric means of ours over others, best and worst row."""
+    for records in stores:
+        rows = {
+            name: ways
+            for name, ways in rows_of(records, training=False).items()
+            if complete(ways, training=False) and not ways["ours"].wrong
+        }
+        if rows:
+            break
+    else:
+        return NOTHING
+    over = {
+        "eager PyTorch": {name: {key: ways.get("eager") for key in MEASURES} for name, ways in rows.items()},
+        '`torch.compile(mode="reduce-overhead")`': {
+            name: {key: ways.get("ro") for key in MEASURES} for name, ways in rows.items()
+        },
+        "the fastest peer": {name: {key: best(ways.values(), key) for key in MEASURES} for name, ways in rows.items()},
+    }
+    lines = ["| ours over | models | latency | throughput | device time |", "| --- | --- | --- | --- | --- |"]
+    for name, peers in over.items():
+        values = {key: _ratios(rows, peers, key) for key in MEASURES}
+        cells = [f"{geometric_mean(one.values()):.2f}x" if one else "–" for one in values.values()]
+        lines.append(f"| {name}, mean | {max(map(len, values.values()))} | {' | '.join(cells)} |")
+    for what, choose in (("best", max), ("worst", min)):
+        found = values["latency_us"]
+        row = choose(found, key=lambda name: found[name])
+        cells = [f"{one[row]:.2f}x" if row in one else "–" for one in values.values()]
+        lines.append(f"| {name}, {what} | {rows[row]['ours'].title} | {' | '.join(cells)} |")
+    dates = sorted(ways["ours"].date[:10] for ways in rows.values())
+    return f"{_where(rows).partition(' (')[0]}, each row by the engine of its day, {dates[0]} to {dates[-1]}:\n\n" + (
+        "\n".join(lines)
+    )
+
+
+def _ratios(
+    rows: Mapping[str, Mapping[str, Record]], peers: Mapping[str, Mapping[str, Record | None]], measure: str
+) -> dict[str, float]:
+    """Speed of ours over each row's peer; rows whose peer failed, is wrong or has no such time are left out."""
+    return {
+        name: ratio(ways["ours"], peer, measure).value
+        for name, ways in rows.items()
+        if (peer := peers[name][measure]) is not None and not peer.error and not peer.wrong
+        if measure in peer.medians and measure in ways["ours"].medians
+        if measure != "device_us" or (peer.whole and ways["ours"].whole)
+    }
 
 
 def _times(medians: Mapping[str, float]) -> str:
@@ -192,7 +261,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true")
     given = parser.parse_args(arguments)
     stores = [read(path) for path in STORES]
-    parts = {"inference": tables(stores, training=False), "training": tables(stores, training=True)}
+    parts = {
+        "inference": tables(stores, training=False),
+        "training": tables(stores, training=True),
+        "speed": speed(stores),
+        "streams": streams(json.loads(EAGERS_KERNELS.read_text())["models"]),
+    }
     changed = [path for path in PAGES if filled(path.read_text(), parts) != path.read_text()]
     for path in changed:
         if given.check:

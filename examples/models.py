@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["bert", "bert_small", "clip", "inception_like", "resnet18", "resnet50"]
+__all__ = ["bert", "bert_small", "branches", "clip", "inception_like", "resnet18", "resnet50"]
 
 Example = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
@@ -59,6 +59,30 @@ def resnet50(batch: int = 1, image: int = 224) -> Example:
 def inception_like(batch: int = 1, image: int = 64, blocks: int = 3) -> Example:
     """Make a stack of blocks with four parallel branches each: small, and as wide as GoogLeNet's."""
     return _vision(InceptionLike(blocks), batch, image)
+
+
+def branches(blocks: int = 6, paths: int = 4, width: int = 64, batch: int = 4) -> Example:
+    """Make a stack of blocks with parallel paths of small calls: the framework's share of the time is large."""
+    torch.manual_seed(0)
+    return _ready(Branches(*(Paths(paths, width) for _ in range(blocks))), (torch.randn(batch, width),), {})
+
+
+class Branches(nn.Sequential):
+    """Blocks of parallel paths, one after the other."""
+
+
+class Paths(nn.Module):
+    """Paths beside each other, each a layer norm, a product and a GELU; their mean is added to the input."""
+
+    def __init__(self, paths: int, width: int) -> None:
+        super().__init__()
+        self.paths = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU()) for _ in range(paths)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, width) to (batch, width)."""
+        return x + torch.stack([path(x) for path in self.paths]).mean(0)
 
 
 class ConvNorm(nn.Sequential):

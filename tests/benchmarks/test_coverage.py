@@ -40,6 +40,7 @@ def test_the_table_counts_static_ones_and_tells_of_each_that_fails() -> None:
     assert "| on the host, default options | 4 | 3 | 2 (66.7%) | 1 |" in text
     assert "| host | `m:c` | yes | CaptureError: a \\| b where: \\<here> |" in text
     assert "m:d" not in text
+    assert coverage.works(rows).startswith("Of 3 static architectures of `transformers`, 2 are prepared")
     assert "not measured yet" in text
 
 

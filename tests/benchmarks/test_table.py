@@ -28,14 +28,16 @@ def record(way: str, us: float, **more: Any) -> Record:
     return Record("resnet50", way, False, "run", **{**about, **samples, **more})
 
 
-OURS = record("ours", 100.0)
+OURS = record("ours", 100.0, date="2026-11-24T10:00:00Z")
 EAGER = replace(record("eager", 900.0), device_us=())
 
 
 def cells(records: list[Record]) -> list[str]:
-    """Those of the only row."""
+    """Those of the only row, but for the day."""
     (row,) = [line for line in table.table(records, training=False).splitlines() if line.startswith("| ResNet")]
-    return [cell.strip() for cell in row.strip("|").split("|")]
+    model, day, *rest = [cell.strip() for cell in row.strip("|").split("|")]
+    assert day == "2026-11-24"
+    return [model, *rest]
 
 
 def test_the_best_right_peer_of_each_measure_is_compared() -> None:
@@ -58,6 +60,24 @@ def test_every_ratio_has_its_interval_and_only_decided_ones_are_bold() -> None:
         assert low <= value <= high
         assert ("**" in cell) == (low > 1.05 or high < 0.95)
     assert "undecided" in cells([OURS, EAGER, wild])[4]
+
+
+def test_in_short_means_best_and_worst_are_of_the_rows_that_count() -> None:
+    other = {"row": "bert", "title": "BERT"}
+    peers = [record("fr-graph", 200.0), record("ro", 400.0)]
+    worse = [replace(one, **other) for one in (OURS, record("fr-graph", 50.0), record("ro", 100.0, error="no"))]
+    unfinished = [replace(one, row="nasnet-mobile", title="NASNet") for one in (OURS, record("ro", 1.0))]
+    text = table.speed([[OURS, EAGER, *peers, *worse, *unfinished]])
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[4:]]
+    assert [row[:3] for row in rows] == [
+        ["eager PyTorch, mean", "1", "9.00x"],
+        ['`torch.compile(mode="reduce-overhead")`, mean', "1", "4.00x"],
+        ["the fastest peer, mean", "2", "1.00x"],
+        ["the fastest peer, best", "ResNet-50", "2.00x"],
+        ["the fastest peer, worst", "BERT", "0.50x"],
+    ]
+    assert rows[0][4] == "–"  # eager has no device time
+    assert table.speed([[]]) == table.NOTHING
 
 
 def test_the_pages_say_what_the_store_does(capsys: pytest.CaptureFixture[str]) -> None:

@@ -185,12 +185,12 @@ def test_the_description_leads_nowhere_that_an_index_does_not_show(metadata: Mes
     assert [target for target in targets(described) if not target.startswith("https://")] == []
 
 
-def test_the_description_agrees_with_the_readme() -> None:
-    page, readme = ((ROOT / name).read_text(encoding="utf-8") for name in ("docs/pypi.md", "README.md"))
+def test_the_description_agrees_with_the_guide() -> None:
+    page, guide = ((ROOT / name).read_text(encoding="utf-8") for name in ("docs/pypi.md", "docs/guide.md"))
     examples = re.findall(r"^```python\n.*?^```$", page, re.MULTILINE | re.DOTALL)
     assert len(examples) == 3
-    for example in examples:  # the README's are run
-        assert example in readme
+    for example in examples:  # the guide's are run
+        assert example in guide
     commands = re.findall(r"^python -m nimble_viz ([^#\n]*)", page, re.MULTILINE)
     assert len(commands) == 4
     for command in commands:

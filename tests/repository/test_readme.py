@@ -1,8 +1,7 @@
-"""The README does what it says: its Python runs, its commands exist, its links lead somewhere."""
+"""README and docs do what they say: their Python runs, their commands exist, their links lead somewhere."""
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -12,6 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+GUIDE = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+INSTALL = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str, text: str = README) -> list[str]:
@@ -25,15 +26,51 @@ def commands(text: str = README) -> list[str]:
     return [re.sub(r"\s+#.*", "", line) for line in lines if line and not line.startswith("#")]
 
 
-def test_python_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def run_blocks(page: str, text: str) -> None:
+    """Run the Python of a page from top to bottom, in one namespace."""
+    namespace: dict[str, object] = {"__name__": page}
+    for number, source in enumerate(blocks("python", text)):
+        exec(compile(source, f"{page} block {number}", "exec"), namespace)
+
+
+def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    namespace: dict[str, object] = {"__name__": "readme"}
-    found = blocks("python")
-    assert len(found) >= 4
-    for number, source in enumerate(found):
-        exec(compile(source, f"README.md block {number}", "exec"), namespace)
+    run_blocks("README.md", README)
+    assert (tmp_path / "report.html").stat().st_size > 1000
+    assert re.fullmatch(r"(?: *\d+ µs  [\w, ]+\n){2,}", capsys.readouterr().out)
+
+
+def test_the_output_that_the_readme_shows_is_real(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import nimble_viz
+
+    (load,) = re.findall(r"nimble_viz\.load\(\"([^\"]+)\"\)", README)
+    recorded = nimble_viz.load(ROOT / load)
+    monkeypatch.setattr(nimble_viz, "compare", lambda *_: recorded)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(blocks("python")[0], "README.md", "exec"), {})
+    assert [capsys.readouterr().out] == blocks("text")
+
+
+def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert len(blocks("python", GUIDE)) >= 10
+    run_blocks("docs/guide.md", GUIDE)
     assert (tmp_path / "report.html").stat().st_size > 1000
     assert (tmp_path / "model.nimble").stat().st_size > 100
+
+
+def words(page: str) -> int:
+    """Words of a page, without what scripts write between two equal marks."""
+    return len(re.sub(r"<!-- (\w+) -->\n.*?<!-- \1 -->", "", page, flags=re.DOTALL).split())
+
+
+def test_the_readme_and_the_docs_are_short() -> None:
+    assert len(README.split()) <= 900  # its tables counted
+    written = [path for path in (ROOT / "docs").glob("*.md") if path.name != "troubleshooting.md"]  # made by a script
+    assert sum(words(path.read_text(encoding="utf-8")) for path in written) <= 25_000
+    assert words("two words <!-- table -->\n| a | b |\n<!-- table -->") == 2
 
 
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
@@ -42,11 +79,8 @@ PACKAGES = ("nimble_core", "nimble_viz")
 
 def test_architecture_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    namespace: dict[str, object] = {"__name__": "architecture"}
-    found = blocks("python", ARCHITECTURE)
-    assert len(found) == 5
-    for number, source in enumerate(found):
-        exec(compile(source, f"docs/architecture.md block {number}", "exec"), namespace)
+    assert len(blocks("python", ARCHITECTURE)) == 5
+    run_blocks("docs/architecture.md", ARCHITECTURE)
 
 
 def modules_of(package: str) -> dict[str, set[str]]:
@@ -138,8 +172,8 @@ def test_files_and_modules_that_are_named_exist(name: str) -> None:
 
 
 def test_command_line_exists() -> None:
-    lines = [line for line in commands() if line.startswith("python -m nimble_viz ")]
-    assert lines
+    lines = [line for line in commands(README + GUIDE) if line.startswith("python -m nimble_viz ")]
+    assert len(lines) >= 10
     for line in lines:
         command, *rest = line.split()[3:]
         shown = subprocess.run(
@@ -159,36 +193,21 @@ def test_extras_that_are_named_exist() -> None:
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    named = set(re.findall(r"\.?\[(cuda\w*|demo|test)\]", README))
+    named = set(re.findall(r"\[(cuda\w*|demo|docs|export|test)\]", README + INSTALL))
     assert {"cuda", "cuda12", "cuda13"} <= named <= set(project["optional-dependencies"])
+
+
+def anchors(page: str) -> set[str]:
+    """Those of a page's headings, as hosts of repositories and mkdocs make them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("name", sorted(PAGES))
 def test_links_lead_somewhere(name: str) -> None:
     page = ROOT / name
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text(encoding="utf-8")):
         if "://" not in target:
-            assert (page.parent / target).exists(), f"{name} links to {target}"
-
-
-def test_the_results_of_eagers_kernels_are_those_of_the_committed_file() -> None:
-    found = json.loads((ROOT / "benchmarks" / "results" / "cuda-h200.json").read_text(encoding="utf-8"))["models"]
-    rows = {
-        cells[1].strip(): [cell.strip() for cell in cells[2:-1]]
-        for cells in (line.split("|") for line in README.splitlines())
-        if len(cells) == 10 and "float" in cells[1]
-    }
-    assert rows.keys() == found.keys()
-    for name, model in found.items():
-        times, ratios = model["times"], model["ratios"]
-        assert rows[name] == [
-            f"{times['eager']['median us']:.0f}",
-            f"{times['single replay']['median us']:.0f}",
-            f"{times['multi replay']['median us']:.0f}",
-            f"{ratios['multi over single, replay']['value']:.2f}x",
-            f"{ratios['multi over eager, call']['value']:.2f}x",
-            f"{model['streams']}, {model['syncs']['planned']}",
-            f"{model['distance to critical path']:.2f}x",
-        ]
-        assert model["syncs"]["planned"] == model["syncs"]["emitted"]
-        assert all(check["passed"] for check in model["equality"])
+            there = page.parent / target if target else page
+            assert there.exists(), f"{name} links to {target}"
+            assert not anchor or anchor in anchors(there.read_text(encoding="utf-8")), f"{name}: {target}#{anchor}"

@@ -11,7 +11,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 
 from nimble_core.utils.errors import CaptureError, InputError
 from nimble_viz.render.report import Report
-from tests.repository.test_readme import blocks
+from tests.repository.test_readme import GUIDE, blocks
 
 PREPARED = """
 import torch
@@ -228,8 +228,8 @@ def test_an_error_in_a_cell_leaves_everything_as_it_was(run: Any, shell: Any, er
     assert run("%%nimble -o report\nmodel(x)").success
 
 
-def test_the_magics_of_the_readme_run(run: Any, shell: Any) -> None:
-    (block,) = blocks("ipython")
+def test_the_magics_of_the_guide_run(run: Any, shell: Any) -> None:
+    (block,) = blocks("ipython", GUIDE)
     shell.user_ns |= {"model": torch.nn.Linear(128, 4).eval(), "x": torch.randn(4, 128)}
     for line in block.splitlines():
         assert run(line).success, line
