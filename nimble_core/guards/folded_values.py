@@ -18,6 +18,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from nimble_core.guards.reached_modules import storage_of
+from nimble_core.guards.unchanged import passes
 from nimble_core.torch_compat.dispatch import no_torch_function
 from nimble_core.utils.locks import free_after_fork
 
@@ -41,15 +42,16 @@ class FoldedValues:
         """Sources without a version counter: tensors made under ``inference_mode``."""
         self._storages = {storage_of(tensor) for _, tensor in sources}
         self._counted = _counted([tensor for _, tensor in sources], self._storages, modules)
+        self._passes = passes()
         self._seen: list[int] = []
         self._doubted = bool(sources)
         if sources:
             _follow_writes(self)
 
     def stale(self) -> bool:
-        """Whether a source was written since the last ``folding``, as far as that shows. About 0.05 µs a source."""
+        """Whether a source was written since the last ``folding``, as far as that shows. Compiled, 0.03 µs a source."""
         with no_torch_function():
-            return self._doubted or list(map(_version, self._counted)) != self._seen
+            return self._doubted or not self._passes.same_versions(self._counted, self._seen)
 
     def doubt(self) -> None:
         """Let the sources count as changed."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
-from operator import attrgetter, getitem
 from typing import Any
 
 import torch
@@ -12,32 +11,16 @@ from torch.utils.hooks import RemovableHandle
 
 from nimble_core.guards.folded_values import FoldedValues
 from nimble_core.guards.reached_modules import hook_tables, modules_behind, sets_modes
-from nimble_core.torch_compat.dispatch import ANY_KEY, keys_excluded, no_torch_function
+from nimble_core.guards.unchanged import passes, same_objects
+from nimble_core.torch_compat.dispatch import no_torch_function
 from nimble_core.tracing.side_effects import installed_by_runs
 
-__all__ = ["Watch", "same_objects"]
-
-_forward_of = attrgetter("forward")
+__all__ = ["Watch"]
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _SETTINGS = frozenset({bool, int, float, complex, str})
 _FEW = 64
 """Entries at most of a container that counts among a module's settings."""
-
-
-def same_objects(now: object, before: object) -> bool:
-    """Whether lists and dicts, nested or not, hold the same objects; no tensor is computed with to find out.
-
-    Compared in C, about 0.01 µs for each entry. What is neither a tensor nor such a container counts as the same if it
-    is equal.
-    """
-    # ``==`` of containers asks for identity first, and for equality only of what is not identical: for tensors that
-    # fails here. Both guards are C's, which no interrupt can enter without leaving.
-    try:
-        with no_torch_function(), keys_excluded(ANY_KEY):
-            return bool(now == before)
-    except Exception:  # so is an object whose comparison fails the same as itself alone
-        return False
 
 
 class Watch:
@@ -72,6 +55,7 @@ class Watch:
         modules = modules_behind(model, given)
         self.values = FoldedValues(sources, modules.values())
         """The values of what was folded."""
+        self._passes = passes()
         self._whole = isinstance(model, torch.nn.Module)
         self._moods = self._whole or not sets_modes(model)
         self._known = set(map(id, modules.values()))
@@ -113,16 +97,19 @@ class Watch:
     def change(self) -> str:
         """Return the first change that a replay cannot follow, in words; empty if there is none.
 
-        About 0.05 µs for ``forward`` and for each tensor's memory, 0.03 µs for each submodule's mode and for each table
-        that is not empty, and 0.01 µs for each entry; 0.2 µs for each submodule once after a hook was registered
-        anywhere; some ten times all that once after an entry was added, and always where a module keeps its mode or
-        tables elsewhere than modules do (TorchScript).
+        Compiled, about 0.03 µs for each submodule's mode and each table that is not empty, and 0.01 µs for each tensor;
+        in Python twice that and 0.07 µs. 0.2 µs for each submodule once after a hook was registered anywhere; some ten
+        times all that once after an entry was added, and always where a module keeps its mode or tables elsewhere than
+        modules do (TorchScript).
         """
-        if self._as_remembered() and self._hooked_as_remembered():
+        passes = self._passes
+        if (
+            passes.same_state(self._owners, self._attributes, self._roots, self._remembered)
+            and self._hooked_as_remembered()
             # Last, just before ``stale`` looks at the same tensors, which are in the processor's caches then.
-            with no_torch_function():  # else each look at a tensor goes through the caller's modes
-                if list(map(torch.Tensor.data_ptr, self._watched)) == self._memory:
-                    return ""
+            and passes.same_memory(self._watched, self._memory)
+        ):
+            return ""
         return self.looked_through()
 
     def looked_through(self) -> str:
@@ -142,25 +129,12 @@ class Watch:
                 return f"{path} is {now!r:.40}, and was {was!r:.40}"
         return ""
 
-    def _as_remembered(self) -> bool:
-        """Whether tables have the same keys and the same objects, and modules their modes. False is not certain."""
-        try:
-            # Compared below, in C: to Dynamo, two methods are never equal.
-            now = [*map(getitem, self._owners, self._attributes), *map(_forward_of, self._roots)]
-        except (AttributeError, KeyError):  # a module without one of its tables, or its forward
-            return False
-        return same_objects(now, self._remembered)
-
     def _hooked_as_remembered(self) -> bool:
         """Whether there are the same hooks, as far as numbers tell. False is not certain."""
         registered = RemovableHandle.next_id
         if registered == self._registered:
             return True
-        try:
-            now = list(map(getitem, self._hook_owners, self._hook_attributes))
-        except KeyError:
-            return False
-        if not same_objects(now, self._hooked):
+        if not self._passes.same_state(self._hook_owners, self._hook_attributes, [], self._hooked):
             return False
         self._registered = registered
         return True

@@ -19,16 +19,17 @@ __all__ = [
     "ALL_PRE_HOOKS",
     "CAPTURABLE_DEVICES",
     "DATA_LOADER",
+    "DATA_OF",
     "FREE_WEAK_STORAGE",
     "PROFILER_RUNS",
     "TENSOR_TEXT",
     "TRACER_WARNING",
+    "VERSION",
     "AnyDropout",
     "AnyNorm",
 ]
 
 for _name, _purpose in (
-    ("torch:Tensor._version", "notice writes in place"),
     ("torch:Tensor._backward_hooks", "hand gradients to hooks"),
     ("torch:Tensor._post_accumulate_grad_hooks", "notice such hooks"),
     ("torch:Tensor._base", "find what a view is of"),
@@ -37,6 +38,12 @@ for _name, _purpose in (
 ):
     private(_name, _purpose)
 
+VERSION = private("torch:Tensor._version", "notice writes in place")
+DATA_OF = private(
+    "torch._C._dynamo.guards:_torchinductor_pyobject_tensor_data_ptr",
+    "look at the memory of many tensors in one pass: the address of a function that does so for one",
+    "each tensor is asked from Python, which takes ten times as long",
+)
 FREE_WEAK_STORAGE = private("torch:UntypedStorage._free_weak_ref", "notice that a storage is gone")
 PROFILER_RUNS = private(
     "torch.autograd.profiler:_is_profiler_enabled",

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from nimble_core.guards.module_guard import same_objects
+from nimble_core.guards.unchanged import same_objects
 from nimble_core.torch_compat.members import CAPTURABLE_DEVICES
 from nimble_core.tracing.strides import with_strides_of
 from nimble_core.training.optimizer_forms import (

@@ -150,7 +150,7 @@ def test_the_source_distribution_holds_every_file_and_no_junk(sdist: Path) -> No
 def test_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     packages = {name for name in names if not re.match(r"nimble_viz-[\d.]+\.dist-info/", name)}
-    suffixes = {".py", ".js", ".css", ".html", ".typed"}
+    suffixes = {".py", ".cpp", ".js", ".css", ".html", ".typed"}
     sources = {path for one in ("nimble_core", "nimble_viz") for path in (ROOT / one).rglob("*")}
     assert packages == {path.relative_to(ROOT).as_posix() for path in sources if path.suffix in suffixes}
     assert {"nimble_core/py.typed", "nimble_viz/py.typed"} <= packages

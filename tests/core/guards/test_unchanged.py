@@ -1,0 +1,186 @@
+"""The passes over many objects: compiled and in Python they find the same."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from nimble_core.guards import unchanged
+from nimble_core.guards.unchanged import InPython, compiled, passes, same_objects
+from nimble_core.torch_compat.dispatch import no_torch_function
+
+
+def _ways() -> list[Any]:
+    built = compiled()
+    missing = pytest.mark.skip(reason="no C++ compiler, or no headers of Python")
+    return [pytest.param(InPython, id="Python"), pytest.param(built, id="compiled", marks=() if built else missing)]
+
+
+ways = pytest.mark.parametrize("way", _ways())
+TENSORS = [torch.zeros(2) for _ in range(3)]
+LEAVES = st.sampled_from([*TENSORS, None, True, False, "a"])
+NESTED = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def copied(value: Any) -> Any:
+    """The same objects in new containers."""
+    if isinstance(value, dict):
+        return {key: copied(one) for key, one in value.items()}
+    return [copied(one) for one in value] if isinstance(value, list) else value
+
+
+@ways
+@given(now=NESTED, other=NESTED)
+def test_nested_containers(way: Any, now: Any, other: Any) -> None:
+    now, other = [now], [other]
+    assert way.same_objects(now, copied(now))
+    assert not way.same_objects(now, other) or InPython.same_objects(now, other)
+    assert same_objects(now, other) == InPython.same_objects(now, other)
+
+
+@ways
+@pytest.mark.parametrize(
+    ("now", "before"),
+    [
+        (TENSORS[0], TENSORS[1]),
+        ([TENSORS[0]], [TENSORS[1]]),
+        ({"a": TENSORS[0]}, {"a": TENSORS[1]}),
+        ({"a": 1}, {"b": 1}),
+        ({"a": 1}, {"a": 1, "b": 1}),
+        ([None], []),
+        ([[TENSORS[0], None]], [[TENSORS[0], TENSORS[0]]]),
+        (nn.Linear(1, 1).forward, nn.Linear(1, 1).forward),
+        (TENSORS[0].add, TENSORS[0].mul),
+    ],
+)
+def test_what_differs_is_never_the_same(way: Any, now: Any, before: Any) -> None:
+    assert not way.same_objects(now, before)
+    assert not same_objects(now, before)
+
+
+def test_what_the_compiled_pass_is_not_certain_of() -> None:
+    """Equal objects, and keys in another order."""
+    again = OrderedDict(a=TENSORS[0], b=TENSORS[1])
+    again.move_to_end("a")
+    assert same_objects(again, {"a": TENSORS[0], "b": TENSORS[1]})
+    assert same_objects([1e300, "x" * 9], [1e300, "".join("x" * 9)])
+    deep: Any = TENSORS[0]
+    for _ in range(20):
+        deep = [deep]
+    assert same_objects(deep, copied(deep))
+
+
+class Restless(nn.Module):
+    """Its forward cannot be looked at."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+
+    @property
+    def forward(self) -> Any:
+        raise self.error
+
+
+@ways
+def test_state(way: Any) -> None:
+    net = nn.Linear(2, 2)
+    owners, names = [vars(net)] * 2, ["training", "_parameters"]
+    before = [net.training, dict(net._parameters), net.forward]
+    assert way.same_state(owners, names, [net], before)
+    assert way.same_state(owners, names, [], before[:2])
+    for changed in ([False, *before[1:]], [True, {}, net.forward], [*before[:2], nn.Linear(2, 2).forward]):
+        assert not way.same_state(owners, names, [net], changed)
+    assert not way.same_state(owners, ["training", "no such"], [net], before)
+    assert not way.same_state([], [], [Restless(AttributeError("forward"))], [net.forward])
+    with pytest.raises(KeyboardInterrupt):
+        way.same_state([], [], [Restless(KeyboardInterrupt())], [net.forward])
+
+
+@ways
+@given(changed=st.sampled_from(range(4)), what=st.sampled_from(["nothing", "in place", "data", "no memory", "swapped"]))
+def test_memory_and_versions(way: Any, changed: int, what: str) -> None:
+    tensors: list[torch.Tensor] = [nn.Parameter(torch.ones(2, 3)), torch.ones(2, 3), torch.ones(6)[3:], torch.ones(4)]
+    addresses, versions = [one.data_ptr() for one in tensors], [one._version for one in tensors]
+    one = tensors[changed]
+    with torch.no_grad():
+        if what == "in place":
+            one.add_(1)
+        elif what == "data":
+            one.data = torch.zeros_like(one)
+        elif what == "no memory":
+            torch.utils.swap_tensors(one, torch.eye(2).to_sparse())
+        elif what == "swapped":
+            torch.utils.swap_tensors(one, torch.ones(2, 3))
+    if what == "no memory" and way is InPython:
+        with pytest.raises(RuntimeError, match="storage"):
+            way.same_memory(tensors, addresses)
+    else:
+        assert way.same_memory(tensors, addresses) == (what in ("nothing", "in place"))
+    if what in ("nothing", "in place", "data"):
+        with no_torch_function():
+            assert way.same_versions(tensors, versions) == (what != "in place")
+            assert not way.same_versions(tensors, versions[1:])
+
+
+# -- compiling -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a machine that can compile them keeps them; nothing yet."""
+    if compiled() is None:
+        pytest.skip("no C++ compiler, or no headers of Python")
+    monkeypatch.setenv("NIMBLE_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "compiled"
+
+
+def test_they_are_compiled_once(afresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compiled() is not None
+    (made,) = afresh.iterdir()
+    assert made.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(subprocess, "run", None)
+    assert compiled() is not None
+    monkeypatch.setenv("NIMBLE_CACHE_DIR", str(afresh / "damaged"))
+    (afresh / "damaged" / "compiled").mkdir(parents=True, mode=0o700)
+    (afresh / "damaged" / "compiled" / made.name).write_bytes(b"no library")
+    assert compiled() is None
+
+
+@pytest.mark.parametrize("place", ["file", "folder", "link"])
+def test_what_others_could_have_put_there_is_not_run(afresh: Path, place: str) -> None:
+    assert compiled() is not None
+    (made,) = afresh.iterdir()
+    if place == "link":
+        os.replace(made, afresh.parent / "elsewhere")
+        made.symlink_to(afresh.parent / "elsewhere")
+    else:
+        (made if place == "file" else afresh).chmod(0o777)
+    assert compiled() is None
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "true"])
+def test_without_a_compiler_it_is_python(afresh: Path, compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    assert compiled() is None
+    assert not any(afresh.iterdir())
+    monkeypatch.setattr(unchanged, "_found", [])
+    assert passes() is passes() is InPython
+
+
+def test_a_torch_without_the_function_is_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unchanged, "DATA_OF", unchanged.VERSION.__class__("torch._C:_no_such", "", ""))
+    assert compiled() is None
