@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from nimble_core.ir.candidates import Candidate
 from nimble_core.utils.errors import ReportFileError
 from nimble_viz import load
-from nimble_viz.analysis.payload import view_data
+from nimble_viz.analysis.view_data import view_data
 from nimble_viz.render.html import embed_json
 from nimble_viz.render.report import Report
 from nimble_viz.render.text import plain_text
