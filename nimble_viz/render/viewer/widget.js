@@ -10,6 +10,12 @@ function darkBehind(node) {
   return matchMedia("(prefers-color-scheme: dark)").matches;
 }
 
+/** Wait until ``node`` is shown: what is drawn fits its size. */
+const shown = (node) => new Promise((done) => {
+  const watch = new ResizeObserver(() => { if (node.clientWidth) { watch.disconnect(); done(); } });
+  watch.observe(node);
+});
+
 const same = (one, other) => JSON.stringify(one) === JSON.stringify(other);
 
 /** Make what anywidget asks for; ``style`` is the style sheet, which stays inside. */
@@ -20,7 +26,7 @@ export function widget(style) {
     sheet.textContent = style;
     root.className = "nv-root";
     host.attachShadow({ mode: "open" }).append(sheet, root);
-    const data = await decode(model.get("_data"));
+    const [data] = await Promise.all([decode(model.get("_data")), shown(host)]);
     const policies = model.get("_what_if");
     const viewer = mount(root, data, {
       themed: host, guided: true, pane: model.get("_pane"),
