@@ -105,7 +105,7 @@ def one_report(browser: Any, report: Report, folder: Path, rounds: int, seconds:
             began = time.perf_counter()
             shown.goto(path.as_uri())
             frame = shown.frames[-1]
-            frame.wait_for_function("window.nimbleViewer")
+            frame.wait_for_function("() => window.nimbleViewer")
             frame.evaluate(_TWO_FRAMES)
             took.append(time.perf_counter() - began)
             if form == "page" and at == rounds - 1:

@@ -392,7 +392,7 @@ CHECKS: tuple[tuple[str, str, bool, Callable[[_Machine], _Answer]], ...] = (
     ("Kernels and memory", "planned memory", False, _memory),
     ("Kernels and memory", "kept plans", False, _plans),
     ("Seeing", "notebook", False, _notebook),
-    ("Seeing", "widgets", False, partial(_package, "ipywidgets", "report.dashboard()")),
+    ("Seeing", "widgets", False, partial(_package, "anywidget", "report.dashboard()")),
     ("Seeing", "statistics", False, partial(_package, "plotly.graph_objects", "report.figure()")),
     ("Seeing", "graphviz dot", False, _dot),
     ("Handing on", "Perfetto", False, _PERFETTO),

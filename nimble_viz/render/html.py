@@ -6,15 +6,14 @@ import gzip
 import html
 import json
 from base64 import b64encode
-from importlib import resources
 from string import Template
-from typing import Any
 
-from nimble_viz.analysis.payload import view_data
+from nimble_viz.analysis.view_data import view_data
+from nimble_viz.render.assets import asset, joined
 from nimble_viz.render.text import plain_text
 from nimble_viz.report.data import ReportData
 
-__all__ = ["embed_json", "fragment", "page", "still"]
+__all__ = ["fragment", "packed", "page", "still"]
 
 _WIDTH = 100
 
@@ -47,7 +46,7 @@ const look = () => {
   const outputs = [...around.querySelectorAll(".jp-OutputArea-child")].filter((one) => !one.contains(still));
   const dead = outputs.filter((one) => one.innerText?.includes("Error displaying widget"));
   for (const one of dead) one.style.display = "none";
-  still.hidden = !!around.querySelector(".nimble-dashboard") || (!dead.length && performance.now() - began < 2500);
+  still.hidden = !!around.querySelector(".nimble-viewer") || (!dead.length && performance.now() - began < 2500);
 };
 const watch = new MutationObserver(() => { if (still.isConnected) look(); });
 watch.observe(around, { childList: true, subtree: true });
@@ -60,7 +59,9 @@ const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("
 const text = await new Response(stream).text();
 document.open(); document.write(text); document.close();
 addEventListener("message", (event) => {
-  if (event.source === parent && event.data?.nimbleTheme) nimbleViewer.setTheme(event.data.nimbleTheme);
+  if (event.source !== parent || !event.data?.nimbleTheme) return;
+  window.nimbleTheme = event.data.nimbleTheme;
+  window.nimbleViewer?.setTheme(window.nimbleTheme);
 });
 parent.postMessage("nimbleTheme?", "*");
 })()</script>""")
@@ -68,13 +69,13 @@ parent.postMessage("nimbleTheme?", "*");
 
 def page(report: ReportData, pane: str = "summary") -> str:
     """Return an HTML document that shows all views, ``pane`` first; it opens from a file, offline."""
-    template = Template(_asset("template.html"))
+    template = Template(asset("template.html"))
     return template.substitute(
         title=html.escape(f"{report.model} – nimble_viz"),
-        style=_asset("viewer.css"),
-        script=_asset("viewer.js"),
+        style=asset("viewer.css"),
+        script=joined("page.js"),
         plain=html.escape(plain_text(report, _WIDTH)),
-        data=embed_json(view_data(report)),
+        data=b64encode(packed(report)).decode(),
         pane=html.escape(pane),
     )
 
@@ -86,9 +87,9 @@ def fragment(report: ReportData, pane: str = "summary") -> str:
     it is packed, a fifth of its size, and follows the theme of the notebook's page.
     """
     title = html.escape(f"nimble_viz report of {report.model}")
-    packed = b64encode(gzip.compress(page(report, pane).encode(), mtime=0)).decode()
+    frame = b64encode(_gzip(page(report, pane))).decode()
     return (
-        f'<iframe title="{title}" sandbox="allow-scripts" srcdoc="{_attribute(_INSIDE.substitute(packed=packed))}" '
+        f'<iframe title="{title}" sandbox="allow-scripts" srcdoc="{_attribute(_INSIDE.substitute(packed=frame))}" '
         'style="width:100%;height:720px;border:1px solid rgba(128,128,128,.35);border-radius:8px" loading="lazy">'
         "</iframe><details open><summary>Summary as text</summary>"
         f"<pre>{html.escape(_first_sections(report))}</pre></details>{_OUTSIDE}"
@@ -96,21 +97,14 @@ def fragment(report: ReportData, pane: str = "summary") -> str:
 
 
 def still(report: ReportData) -> str:
-    """Return ``fragment`` to stand in for a dashboard: hidden while that is there."""
-    words = "Saved view of a dashboard. Run its cell again for the dashboard itself, which code can follow and drive."
+    """Return ``fragment`` to stand in for the widget: hidden while that is there."""
+    words = "Saved view of a report. Run its cell again for the linked one, which code can follow and drive."
     return f'<div class="nimble-still"><p><em>{words}</em></p>{fragment(report)}</div>{_INSTEAD}'
 
 
-def embed_json(value: Any) -> str:
-    r"""Return JSON that may stand in a script element: nothing in it can end the element.
-
-    >>> embed_json({"name": "</script>"})
-    '{"name":"\\u003c/script>"}'
-    """
-    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    for character in "<\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
+def packed(report: ReportData) -> bytes:
+    """Return what the viewer draws: JSON, gzipped."""
+    return _gzip(json.dumps(view_data(report), separators=(",", ":"), ensure_ascii=False, allow_nan=False))
 
 
 def _first_sections(report: ReportData) -> str:
@@ -118,8 +112,8 @@ def _first_sections(report: ReportData) -> str:
     return "\n\n".join(plain_text(report, _WIDTH).split("\n\n")[:3])
 
 
-def _asset(name: str) -> str:
-    return (resources.files("nimble_viz.render.viewer") / name).read_text(encoding="utf-8")
+def _gzip(text: str) -> bytes:
+    return gzip.compress(text.encode(), mtime=0)
 
 
 def _attribute(text: str) -> str:

@@ -17,7 +17,6 @@ from nimble_viz.export.formats import export
 from nimble_viz.export.tables import to_dataframe
 from nimble_viz.render.html import page
 from nimble_viz.render.pane import Pane, notebook_bundle
-from nimble_viz.render.statistics_figure import statistics_figure
 from nimble_viz.render.text import plain_text, report_text
 from nimble_viz.render.verdicts import diff
 from nimble_viz.report import file
@@ -31,8 +30,8 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
     from rich.console import Console, ConsoleOptions, RenderableType
 
-    from nimble_viz.render.dashboard import Dashboard
     from nimble_viz.render.verdicts import Difference
+    from nimble_viz.render.widget import ReportWidget
 
 __all__ = ["Report", "load"]
 
@@ -123,9 +122,19 @@ class Report(ReportData):
         """Return this report as plain text, ``width`` columns wide (60 to 200; None: the terminal's)."""
         return plain_text(self, width)
 
-    def figure(self) -> Figure:
-        """Draw statistics of the raw samples as a plotly figure."""
-        return statistics_figure(self)
+    def figure(self, kind: str = "speed") -> Figure:
+        """Draw one view as a plain plotly figure, to restyle and to put into other notebooks and pages.
+
+        Args:
+            kind: ``"speed"``, all raw samples; ``"timeline"``, eager and the replays on one axis; ``"overhead"``, host
+                time of eager by operator; ``"syncs"``, synchronisations of each schedule.
+
+        Raises:
+            InputError: no such figure.
+        """
+        from nimble_viz.render.figures import figure
+
+        return figure(self, kind)
 
     def pane(self, name: str) -> Pane:
         """Return one view by itself.
@@ -150,25 +159,25 @@ class Report(ReportData):
         """Show live bytes call by call, in eager and in the chosen replay, and which results hold the peak."""
         return self.pane("memory")
 
-    def dashboard(self) -> Dashboard:
-        """Show this report as linked panes in a notebook.
+    def dashboard(self, pane: str = "summary") -> ReportWidget:
+        """Show this report in a notebook as a widget: the page, linked with the kernel.
 
-        Summary, Overhead, DAG, Timeline, Syncs, Source, Memory, and a what-if.
-
-        A click on a node, a bar, a span or a row selects its call in all of them and shows what is known about it:
-        shapes, dtype, times, module, source line. The what-if simulates other policies and numbers of streams, said to
-        be simulated, beside the measured runs. What the report does not know is said where it would stand.
+        A click on a node, a bar, a span or a row selects its call in all views, and ``selected`` holds it. From code,
+        ``select(call, …)`` does what clicks do, and ``what_if(policy, streams)`` simulates another schedule and shows
+        it beside the measured runs. ``plan`` is the schedule in view, ``dark`` the theme.
 
         Needs a running kernel, but neither torch nor a GPU. Without a kernel there are ``to_html`` and the report's own
-        display. Of very large models parts are folded, which is said; the page shows every call.
+        display.
+
+        Args:
+            pane: the view to open first.
 
         Returns:
-            A widget: the last line of a cell shows it. ``select(call, …)`` and ``what_if(policy, streams)`` do from
-            code what clicks do, ``marked`` and ``simulated`` hold what came of it.
+            A widget: the last line of a cell shows it.
         """
-        from nimble_viz.render.dashboard import Dashboard
+        from nimble_viz.render.widget import ReportWidget
 
-        return Dashboard(self)
+        return ReportWidget(self, pane)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         yield report_text(self)

@@ -85,7 +85,7 @@ def test_captures_and_replays(tmp_path: Path, device: str) -> None:
 
 
 def test_colours_are_those_of_the_viewer() -> None:
-    script = Path(nimble_viz.__file__).parent / "render" / "viewer" / "viewer.js"
+    script = Path(nimble_viz.__file__).parent / "render" / "viewer" / "theme.js"
     found = re.search(r"light: \[(.*?)\]", script.read_text(encoding="utf-8"))
     assert found
     assert tuple(int(f"ff{one}", 16) for one in re.findall(r"#(\w{6})", found[1])) == COLOURS

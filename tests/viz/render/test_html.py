@@ -11,7 +11,7 @@ from importlib import resources
 import pytest
 
 from nimble_viz.analysis.summary import verdict
-from nimble_viz.render.html import embed_json, fragment, page
+from nimble_viz.render.html import fragment, page
 from tests.support.sample_reports import CASES, HOSTILE, RENDERED, sample_report
 
 
@@ -28,7 +28,8 @@ class _Tags(HTMLParser):
 
 
 def _data(text: str):
-    return json.loads(re.search(r'<script type="application/json" id="nimble-data">(.*?)</script>', text, re.S)[1])
+    found = re.search(r'<script type="text/plain" id="nimble-data">(.*?)</script>', text)
+    return json.loads(gzip.decompress(b64decode(found[1])))
 
 
 def _unpacked(frame: str) -> str:
@@ -40,7 +41,7 @@ def test_page_is_self_contained(name):
     report = RENDERED[name]()
     text = page(report)
     tags = _Tags(text).tags
-    assert [tag for tag, _ in tags].count("script") == 3
+    assert [tag for tag, _ in tags].count("script") == 2
     assert not [tag for tag, _ in tags if tag in {"img", "object", "embed", "iframe"}]
     assert not [attrs["src"] for _, attrs in tags if "src" in attrs]
     assert [attrs["href"] for _, attrs in tags if "href" in attrs] == ["data:,"]
@@ -51,8 +52,10 @@ def test_page_is_self_contained(name):
 
 def test_viewer_is_at_most_300_kb():
     files = resources.files("nimble_viz.render.viewer")
-    sizes = [len((files / name).read_bytes()) for name in ("viewer.js", "viewer.css", "template.html")]
-    assert sum(sizes) <= 300 * 1024
+    assert (
+        sum(len(file.read_bytes()) for file in files.iterdir() if file.name.endswith((".js", ".css", ".html")))
+        <= 300 * 1024
+    )
 
 
 def test_fragment_is_a_sandboxed_frame_with_readable_text():
@@ -89,12 +92,3 @@ def test_hostile_names_stay_text():
         assert "<img src=x" not in text
         assert "<script>window.hacked" not in text
     assert _data(page(report))["summary"]["model"] == HOSTILE
-
-
-@pytest.mark.parametrize("value", ["</script>", "<!--", "<script", "\u2028\u2029"])
-def test_embedded_json_cannot_end_its_element(value):
-    text = embed_json({value: value})
-    assert "<" not in text
-    assert "\u2028" not in text
-    assert "\u2029" not in text
-    assert json.loads(text) == {value: value}

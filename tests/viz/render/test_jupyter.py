@@ -1,4 +1,4 @@
-"""The magics, the report and the dashboard in a real JupyterLab, a real Notebook 7, and what nbconvert makes of them.
+"""The magics, the report and the widget in a real JupyterLab, a real Notebook 7, and what nbconvert makes of them.
 
 One server, one browser and one kernel serve the whole file: tests run cells of notebooks in it, as a user would.
 """
@@ -42,7 +42,9 @@ CELLS = {
     "setup": SETUP,
     "compare": COMPARE,
     "verdict": "from nimble_viz.analysis.summary import verdict\nprint(verdict(report))",
-    "board": "board = report.dashboard()\nboard",
+    "board": "board = report.dashboard('dag')\nboard",
+    "selected": "print(board.selected.calls, board.plan, board.dark)",
+    "select": "board.select(2)",
     "stop": "%nimble slow x -o partial --policy nimble --tune off",
     "stop cell": "%%nimble\nprint('under way', flush=True)\nwhile True:\n    y = model(x)",
     "after": """
@@ -93,14 +95,14 @@ def compared(lab: Notebook) -> Any:
 
 @pytest.fixture(scope="module")
 def board(lab: Notebook, compared: Any) -> Any:
-    shown = lab.run(NAMES.index("board")).locator(".nimble-dashboard")
-    shown.locator(".js-plotly-plot").nth(2).wait_for(state="attached", timeout=60_000)
+    shown = lab.run(NAMES.index("board")).locator(".nimble-viewer")
+    shown.locator(".nv-verdict").wait_for(timeout=60_000)
     return shown
 
 
 @pytest.fixture(scope="module")
 def saved(lab: Notebook, board: Any, server: Server) -> dict[str, Any]:
-    """The notebook file, with the report and the dashboard in it."""
+    """The notebook file, with the report and the widget in it."""
     return lab.saved(server.folder / "lab.ipynb")
 
 
@@ -134,88 +136,45 @@ def test_the_value_of_the_magic_is_a_linked_view(lab: Notebook, compared: Any) -
     assert lab.troubles == []
 
 
-# -- the dashboard -------------------------------------------------------------------------------------------------
+# -- the widget ----------------------------------------------------------------------------------------------------
 
 
-_MARKED = """([node, name, call]) => {
-  const marks = [...(node.data.at(-1).x ?? [])], words = `<b>${call} `;
-  if (name === "Timeline") return marks.length > 0;
-  const places = node.data.filter((one) => one.customdata).flatMap((one) => [...one.x].filter(
-    (_, at) => name === "DAG" ? one.customdata[at] === call : one.hovertext[at].startsWith(words)));
-  return marks.length === 1 && places.length > 0 && places.every((place) => place === marks[0]);
-}"""
-
-
-class Board:
-    """The dashboard as a user sees it."""
-
-    def __init__(self, shown: Any) -> None:
-        self.shown = shown
-        self.page = shown.page
-
-    def tab(self, name: str) -> Any:
-        """Bring a pane to the front; its figure."""
-        self.shown.locator(".lm-TabBar-tab", has_text=name).first.click()
-        figure = self.shown.locator(".js-plotly-plot:visible")
-        figure.first.wait_for(timeout=20_000)
-        return figure.first
-
-    def click(self, figure: Any, mark: str, at: int) -> None:
-        """Click the middle of a mark of a plotly figure."""
-        drawn = figure.locator(mark).nth(at)
-        drawn.scroll_into_view_if_needed()
-        self.page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]").wait_for()
-        box, before = drawn.bounding_box(), None
-        while box != before:  # a figure that has just come into view takes its pane's size
-            self.page.wait_for_timeout(250)
-            box, before = drawn.bounding_box(), box
-        place = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
-        self.page.mouse.move(*place)
-        figure.locator(".hoverlayer .hovertext").first.wait_for()
-        self.page.mouse.click(*place)
-
-    @property
-    def rows(self) -> Any:
-        """The list of calls."""
-        return self.shown.get_by_title("Calls of the report")
-
-    def wait_for_call(self, call: int) -> None:
-        """The list and the text beside it say that this call is selected."""
-        self.shown.get_by_role("row", name=re.compile(rf"^Call {call} of 10")).wait_for()
-        assert self.rows.evaluate("node => node.selectedIndex") == call
-
-    def wait_for_mark(self, name: str, call: int) -> None:
-        """In this pane the last trace, which shows the selection, lies where this call is drawn, and nowhere else."""
-        figure = self.tab(name).element_handle()
-        self.page.wait_for_function(_MARKED, arg=[figure, name, call], timeout=20_000)
-
-    def clear(self) -> None:
-        button = self.shown.get_by_role("button", name="Clear selection")
-        if button.is_enabled():
-            button.click()
-        self.shown.get_by_text("Nothing is selected").wait_for()
-
-
-@pytest.fixture
-def shown(board: Any) -> Iterator[Board]:
-    one = Board(board)
-    one.clear()
-    yield one
-    one.clear()
+def click_a_call(lab: Notebook, shown: Any, call: int) -> None:
+    """Click a node of the widget's graph."""
+    shown.scroll_into_view_if_needed()
+    shown.locator("#nv-tab-dag").click()
+    point = shown.evaluate(f"node => node.viewer.dagPoint({call})")
+    lab.page.mouse.click(point["x"], point["y"])
+    assert shown.evaluate("node => node.viewer.selected()") == call
 
 
 @pytest.mark.slow
-def test_a_clicked_node_marks_its_bar_and_its_row(lab: Notebook, shown: Board) -> None:
-    shown.click(shown.tab("DAG"), ".scatterlayer .points path", 3)
-    shown.wait_for_call(3)
-    for name in ("DAG", "Overhead", "Timeline"):
-        shown.wait_for_mark(name, 3)
+def test_a_clicked_node_reaches_the_kernel_and_code_reaches_the_page(lab: Notebook, board: Any) -> None:
+    click_a_call(lab, board, 4)
+    assert lab.run(NAMES.index("selected")).inner_text().split() == ["(4,)", "nimble", "False"]
+    lab.run(NAMES.index("select"))
+    board.locator("aside h2", has_text="addmm").wait_for()
+    assert board.evaluate("node => node.viewer.marked()") == {"calls": [2], "eager": [2]}
+    board.locator("#nv-tab-overhead").click()
+    assert board.locator("#nv-pane-overhead .nv-on").first.get_attribute("data-call") == "2"
     assert lab.troubles == []
 
 
 @pytest.mark.slow
-def test_plotly_is_sent_once(saved: dict[str, Any], lab: Notebook) -> None:
-    assert 1_500_000 < lab.sent < 4_500_000
+def test_keys_pressed_in_the_widget_are_not_the_notebooks(lab: Notebook, board: Any) -> None:
+    cells = lab.page.locator(".jp-Notebook .jp-Cell").count()
+    board.locator("#nv-tab-overhead").click()
+    field = board.locator("#nv-pane-overhead input[type=search]")
+    field.click()
+    lab.page.keyboard.type("ddabx")  # deletes a cell, adds one above, one below, cuts one
+    assert field.input_value() == "ddabx"
+    field.fill("")
+    assert lab.page.locator(".jp-Notebook .jp-Cell").count() == cells
+
+
+@pytest.mark.slow
+def test_a_widget_is_small_and_is_saved_from_inside(saved: dict[str, Any], lab: Notebook) -> None:
+    assert lab.sent < 1_500_000
 
 
 # -- themes, trust, size -------------------------------------------------------------------------------------------
@@ -224,20 +183,11 @@ def test_plotly_is_sent_once(saved: dict[str, Any], lab: Notebook) -> None:
 @pytest.mark.slow
 def test_both_follow_the_theme_of_jupyterlab(lab: Notebook, compared: Any, board: Any) -> None:
     inside = compared.frame_locator("iframe").locator("html")
-    text = "node => node.layout.font.color"
-    figure = Board(board).tab("DAG")
-    light = figure.evaluate(text)
-    assert inside.get_attribute("data-theme") == "light"
-    lab.theme("JupyterLab Dark")
-    compared.frame_locator("iframe").locator("html[data-theme=dark]").wait_for()
-    lab.page.wait_for_function(
-        "([node, light]) => node.layout.font.color !== light", arg=[figure.element_handle(), light]
-    )
-    lab.theme("JupyterLab Light")
-    compared.frame_locator("iframe").locator("html[data-theme=light]").wait_for()
-    lab.page.wait_for_function(
-        "([node, light]) => node.layout.font.color === light", arg=[figure.element_handle(), light]
-    )
+    assert inside.get_attribute("data-theme") == board.get_attribute("data-theme") == "light"
+    for name, theme in (("JupyterLab Dark", "dark"), ("JupyterLab Light", "light")):
+        lab.theme(name)
+        compared.frame_locator("iframe").locator(f"html[data-theme={theme}]").wait_for()
+        lab.page.locator(f".nimble-viewer[data-theme={theme}]").wait_for()
     assert lab.troubles == []
 
 
@@ -258,21 +208,19 @@ def test_an_untrusted_notebook_shows_text(browser: Any, server: Server, saved: d
 
 
 @pytest.mark.slow
-def test_a_saved_dashboard_without_its_kernel_shows_the_page(
-    browser: Any, server: Server, saved: dict[str, Any]
-) -> None:
+def test_a_saved_widget_without_its_kernel_shows_the_page(browser: Any, server: Server, saved: dict[str, Any]) -> None:
     (server.folder / "still.ipynb").write_text(json.dumps(saved))  # signed as it was saved, and so trusted
     with opened(browser, server, "still.ipynb") as notebook:
         cell = notebook.cell(NAMES.index("board"))
         cell.scroll_into_view_if_needed()
-        cell.get_by_text("Saved view of a dashboard").wait_for()
+        cell.get_by_text("Saved view of a report").wait_for()
         assert "Error displaying widget" not in cell.inner_text()
         cell.frame_locator("iframe").locator("#nv-tab-dag").click()
         assert notebook.complaints("widget model not found") == []
 
 
 @pytest.mark.slow
-def test_the_page_is_not_seen_beside_the_dashboard(board: Any, lab: Notebook) -> None:
+def test_the_page_is_not_seen_beside_the_widget(board: Any, lab: Notebook) -> None:
     assert lab.cell(NAMES.index("board")).locator(".nimble-still").is_hidden()
 
 
@@ -309,10 +257,9 @@ def test_notebook_7_shows_what_the_kernel_has_and_runs_more(
     browser: Any, server: Server, saved: dict[str, Any]
 ) -> None:
     with opened(browser, server, "lab.ipynb", classic=True) as notebook:
-        one = Board(notebook.cell(NAMES.index("board")).locator(".nimble-dashboard"))
-        one.click(one.tab("DAG"), ".scatterlayer .points path", 3)
-        one.wait_for_call(3)
-        one.wait_for_mark("Overhead", 3)
+        shown = notebook.cell(NAMES.index("board")).locator(".nimble-viewer")
+        shown.locator(".nv-verdict").wait_for()
+        click_a_call(notebook, shown, 3)
         click_a_node_see_its_bar(notebook.run(NAMES.index("compare")))
         assert notebook.complaints(*NOTEBOOK_7) == []
 

@@ -58,7 +58,7 @@ class Opened:
 def opened(browser, tmp_path: Path):
     contexts = []
 
-    def open_text(text: str, *, dark: bool = False, width: int = 1280) -> Opened:
+    def open_text(text: str, *, dark: bool = False, width: int = 1280, framed: bool = False) -> Opened:
         path = tmp_path / "report.html"
         path.write_text(text, encoding="utf-8")
         context = browser.new_context(
@@ -70,6 +70,8 @@ def opened(browser, tmp_path: Path):
         shown.page.on("pageerror", lambda error: shown.troubles.append(str(error)))
         shown.page.on("request", lambda request: shown.requests.append(request.url))
         shown.page.goto(path.as_uri())
+        if not framed:
+            shown.page.wait_for_function("() => window.nimbleViewer")
         return shown
 
     yield open_text
@@ -274,7 +276,7 @@ def test_peers_payback_distance_and_provenance_are_on_the_summary(opened):
         "ours: no difference from it (1.00x to 1.01x)",
         "its time does not count",
         "not installed: no module named 'tensorrt'",
-        "Pays back",
+        "Break-even",
         "the compiler failed: ninja: build stopped",
         "Distance to the limit",
         "contention",
@@ -787,7 +789,7 @@ def test_calls_of_the_optimizer_are_not_put_down_to_the_model_itself(opened):
     names = shown.page.locator("#nv-pane-overhead .nv-row .nv-name").all_inner_texts()
     assert "(the optimizer)" in names
     assert "(the model itself)" not in names
-    assert "Belongs to no call" in shown.page.inner_text("#nv-pane-overhead .nv-legend")
+    assert "Unattributed" in shown.page.inner_text("#nv-pane-overhead .nv-legend")
     shown.page.click("#nv-tab-timeline")
     lengths = shown.page.locator("#nv-pane-timeline .nv-section h3").all_inner_texts()
     assert ["the bare replay" in text for text in lengths] == [False, True, True]
@@ -881,7 +883,7 @@ def test_no_sideways_scrolling_of_the_page(opened, width, name):
 
 @pytest.mark.slow
 def test_the_frame_of_a_notebook_works_in_its_sandbox(opened):
-    shown = opened(f"<!doctype html><title>t</title>{fragment(sample_report(60))}")
+    shown = opened(f"<!doctype html><title>t</title>{fragment(sample_report(60))}", framed=True)
     frame = shown.page.frame_locator("iframe")
     frame.locator("#nv-tab-dag").click()
     assert frame.locator("#nv-pane-dag canvas[role=img]").is_visible()
@@ -899,4 +901,41 @@ def test_ten_thousand_calls_open(opened):
     assert shown.page.locator("#nv-pane-dag .nv-steps b").count() > 0
     shown.page.evaluate("nimbleViewer.select(9876)")
     assert shown.page.evaluate("nimbleViewer.dagBoxes()") > 0
+    assert shown.troubles == []
+
+
+@pytest.mark.slow
+def test_an_address_leads_to_a_view_and_a_call_and_follows_them(opened):
+    shown = opened(page(sample_report(60)))
+    shown.page.goto(shown.page.url.partition("#")[0] + "#view=timeline&call=20")
+    shown.page.wait_for_function("() => nimbleViewer.selected() === 20")
+    assert shown.page.is_visible("#nv-pane-timeline")
+    shown.page.click("#nv-tab-dag")
+    shown.page.evaluate("nimbleViewer.select(7)")
+    assert shown.page.url.endswith("#view=dag&call=7")
+    shown.page.reload()
+    shown.page.wait_for_function("() => window.nimbleViewer")
+    assert shown.page.evaluate("nimbleViewer.selected()") == 7
+    assert shown.page.is_visible("#nv-pane-dag")
+    assert shown.troubles == []
+
+
+@pytest.mark.slow
+def test_keys_search_zoom_move_and_are_listed(opened):
+    shown = opened(page(sample_report(60)))
+    shown.page.click("#nv-tab-timeline")
+    low, high = shown.page.evaluate("nimbleViewer.timelineRange()")
+    shown.page.keyboard.press("w")
+    near, far = shown.page.evaluate("nimbleViewer.timelineRange()")
+    assert far - near < high - low
+    shown.page.keyboard.press("d")
+    assert shown.page.evaluate("nimbleViewer.timelineRange()")[0] > near
+    shown.page.keyboard.press("/")
+    shown.page.keyboard.type("wasd?")
+    assert shown.page.input_value("#nv-pane-timeline input[type=search]") == "wasd?"
+    shown.page.focus("#nv-tab-timeline")
+    shown.page.keyboard.press("?")
+    assert "zoom in, zoom out" in shown.page.inner_text(".nv-help")
+    shown.page.keyboard.press("Escape")
+    assert not shown.page.is_visible(".nv-help")
     assert shown.troubles == []

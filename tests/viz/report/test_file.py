@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 from nimble_core.ir.candidates import Candidate
 from nimble_core.utils.errors import ReportFileError
 from nimble_viz import load
-from nimble_viz.analysis.payload import view_data
-from nimble_viz.render.html import embed_json
+from nimble_viz.render.html import packed
 from nimble_viz.render.report import Report
 from nimble_viz.render.text import plain_text
 from nimble_viz.report.data import EqualityCheck, PeerResult
@@ -45,7 +44,7 @@ def test_round_trip_of_every_case(tmp_path: Path, case: str) -> None:
 def test_recordings_of_this_and_earlier_versions_can_be_shown(tmp_path: Path, path: Path) -> None:
     report = load(path)
     assert "Streams and synchronisations" in plain_text(report, 80)
-    embed_json(view_data(report))
+    packed(report)
     assert load(report.save(tmp_path / "again.nimble")) == report
 
 
@@ -191,7 +190,7 @@ def _refused_or_drawn(path: Path) -> None:
     except ReportFileError:
         return
     plain_text(report, 80).encode()
-    embed_json(view_data(report)).encode()
+    packed(report)
 
 
 _SAMPLES = {"plain": lambda: sample_report(12), "old": old_report}

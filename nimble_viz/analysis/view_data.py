@@ -1,16 +1,8 @@
-"""All views of one report as one compact JSON value: columns instead of rows, each string once.
-
-A column is packed as one of: ``[...]`` (numbers as they are), ``{"s": [...], "n": index}`` (indices into
-``strings``; -1: the next of those that begin at ``n`` and are met here first),
-``{"d": [...]}`` (differences between neighbours, the first from 0), ``{"c": [value, count]}`` (one value throughout),
-``{"r": index}`` (that of ``columns``: what several tables hold is written once).
-"""
+"""All views of one report as one JSON value for the viewer: columns instead of rows."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from nimble_core.ir.program import Call, Program, TensorRef
@@ -27,38 +19,23 @@ from nimble_viz.analysis.timeline import axis_note, timelines
 from nimble_viz.analysis.work import work
 from nimble_viz.report.data import ReportData
 
-__all__ = ["PAYLOAD_VERSION", "Kept", "pack", "unpack", "view_data"]
+__all__ = ["view_data"]
 
-PAYLOAD_VERSION = 2
 _LONGEST_ARGUMENTS = 240
-_SHORT_COLUMN = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """What packed columns share: each text and each long column once.
-
-    Args:
-        strings: texts, and their places in the list of them.
-        places: long columns, and their places in ``columns``.
-        columns: these columns, packed.
-    """
-
-    strings: dict[str, int] = field(default_factory=dict)
-    places: dict[tuple[Any, ...], int] = field(default_factory=dict)
-    columns: list[Any] = field(default_factory=list)
 
 
 def view_data(report: ReportData) -> dict[str, Any]:
-    """Everything the viewer draws, ready for ``json.dumps``; under 400 bytes per call for usual models.
+    """Everything the viewer draws, ready for ``json.dumps``.
+
+    A table says where in ``columns`` each of its columns lies: what several tables hold is there once.
 
     ``calls`` are those of the program; ``stands`` counts the eager calls that each stands for, ``for`` lists these.
     Overhead and the eager timeline count in ``eager`` calls, null where the program itself holds the eager calls.
     """
-    kept = Kept()
+    kept: dict[tuple[Any, ...], int] = {}
 
-    def table(columns: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-        return {name: pack(column, kept) for name, column in columns.items()}
+    def table(columns: Mapping[str, Sequence[Any]]) -> dict[str, int]:
+        return {name: kept.setdefault(tuple(column), len(kept)) for name, column in columns.items()}
 
     profile = overhead(report)
     if profile:
@@ -78,7 +55,6 @@ def view_data(report: ReportData) -> dict[str, Any]:
         {"policy": plan["policy"], "label": plan["label"], "columns": table(plan["columns"])} for plan in graph["plans"]
     ]
     return {
-        "version": PAYLOAD_VERSION,
         "summary": summary(report),
         "calls": table(_calls(report)),
         "work": table(work(report)),
@@ -94,61 +70,8 @@ def view_data(report: ReportData) -> dict[str, Any]:
         "host_syncs": host_syncs(report),
         "source": code,
         "live": live,
-        "strings": list(kept.strings),
-        "columns": kept.columns,
+        "columns": list(kept),
     }
-
-
-def pack(column: Sequence[Any], kept: Kept) -> Any:
-    """One column in its shortest form; texts, and what is long, are added to what is kept."""
-    if len(column) < _SHORT_COLUMN:
-        return _shortest(column, kept)
-    place = kept.places.setdefault(tuple(column), len(kept.columns))
-    if place == len(kept.columns):
-        kept.columns.append(_shortest(column, kept))
-    return {"r": place}
-
-
-def _shortest(column: Sequence[Any], kept: Kept) -> Any:
-    if not column:
-        return []
-    if isinstance(column[0], str):
-        new, indices = len(kept.strings), []
-        for text in column:
-            seen = kept.strings.get(text, -1)
-            indices.append(seen)
-            if seen < 0:
-                kept.strings[text] = len(kept.strings)
-        return {"s": _shortest(indices, kept), "n": new}
-    if len(column) > 2 and all(value == column[0] for value in column):
-        return {"c": [column[0], len(column)]}
-    if all(b >= a for a, b in itertools.pairwise(column)):
-        return {"d": [column[0], *(b - a for a, b in itertools.pairwise(column))]}
-    return list(column)
-
-
-def unpack(packed: Any, data: Mapping[str, Sequence[Any]]) -> list[Any]:
-    """What ``pack`` was given; the viewer does the same in its own language.
-
-    Args:
-        packed: a packed column.
-        data: ``strings`` and ``columns`` of what it was packed with, as ``view_data`` holds them.
-    """
-    if isinstance(packed, list):
-        return packed
-    if "r" in packed:
-        return unpack(data["columns"][packed["r"]], data)
-    if "s" in packed:
-        new = itertools.count(packed["n"])
-        return [data["strings"][next(new) if index < 0 else index] for index in unpack(packed["s"], data)]
-    if "c" in packed:
-        value, count = packed["c"]
-        return [value] * count
-    total, column = 0, []
-    for step in packed["d"]:
-        total += step
-        column.append(total)
-    return column
 
 
 def _calls(report: ReportData) -> dict[str, list[Any]]:
