@@ -113,7 +113,7 @@ def distortion(line: Timeline) -> float:
 def distorted(report: ReportData, line: Timeline) -> bool:
     """Tell whether the profiled run is no measure of the unprofiled one, beyond what the latter varies by."""
     factor, most = distortion(line), DISTORTION_BOUND * (1 + doubt_of(report.measurement(line.run)))
-    return bool(factor) and not 1 / most <= factor <= most
+    return bool(factor) and not (factor * most >= 1 and factor <= most)  # a damaged file may give 0
 
 
 def device_idle(report: ReportData, line: Timeline) -> float:

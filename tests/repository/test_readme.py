@@ -68,7 +68,8 @@ def words(page: str) -> int:
 
 def test_the_readme_and_the_docs_are_short() -> None:
     assert len(README.split()) <= 900  # its tables counted
-    written = [path for path in (ROOT / "docs").glob("*.md") if path.name != "troubleshooting.md"]  # made by a script
+    # One is made by a script, the other is the page of the package index, which repeats this README.
+    written = [path for path in (ROOT / "docs").glob("*.md") if path.name not in ("troubleshooting.md", "pypi.md")]
     assert sum(words(path.read_text(encoding="utf-8")) for path in written) <= 25_000
     assert words("two words <!-- table -->\n| a | b |\n<!-- table -->") == 2
 
