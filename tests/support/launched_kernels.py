@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 
-from nimble_core.tracing.kernel_launches import (
-    Launch,
-)
+from nimble_core.tracing.kernel_launches import Launch
 
 
 class Compiled:

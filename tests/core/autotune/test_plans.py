@@ -8,11 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nimble_core.autotune.plans import (
-    asked_plan,
-    searched_plans,
-    simulated_ns,
-)
+from nimble_core.autotune.plans import asked_plan, searched_plans, simulated_ns
 from nimble_core.ir.costs import uniform_costs
 from nimble_core.ir.schedule import Schedule
 from nimble_core.runtime.fake import FakeDevice

@@ -9,11 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from nimble_core.compiler.to_fx import (
-    CALL_PREFIX,
-    calls_of,
-    reference_of,
-)
+from nimble_core.compiler.to_fx import CALL_PREFIX, calls_of, reference_of
 from nimble_core.tracing.operator_traits import is_view
 from tests.support.models import CASES, make
 from tests.support.rewrite_models import Drawn, claimed, drawn_models, eager_effects, effects, lifted, same, targets

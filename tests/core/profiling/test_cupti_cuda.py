@@ -21,9 +21,7 @@ from nimble_core.profiling.cupti import unavailable
 from nimble_core.profiling.kernel_matching import TIMED
 from nimble_core.runtime.cuda.device import CudaDevice, CudaExecutable
 from nimble_core.utils.errors import DeviceError
-from tests.support.fake_cupti import (
-    Untouchable,
-)
+from tests.support.fake_cupti import Untouchable
 
 ROOT = Path(__file__).parents[3]
 PLAIN = Options(policy="nimble", tune="off", budget_s=0.1, fuse="none")

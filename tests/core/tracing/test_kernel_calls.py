@@ -14,12 +14,7 @@ from nimble_core.runtime.fake import FakeDevice
 from nimble_core.tracing.recorded import Stopwatch, check_inputs, record_static
 from nimble_core.tracing.recording import Issuer, Recording, issuing
 from nimble_core.utils.errors import CaptureError
-from tests.support.launched_kernels import (
-    BY_ADDRESS,
-    Compiled,
-    UserKernel,
-    work,
-)
+from tests.support.launched_kernels import BY_ADDRESS, Compiled, UserKernel, work
 
 
 def recording_of(model: Callable[..., Any], *args: torch.Tensor) -> Recording:

@@ -15,14 +15,7 @@ from transformers import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.clip.modeling_clip import CLIPOutput
 
-from nimble_core.tracing.pytree import (
-    builder,
-    flatten,
-    leaf_paths,
-    passed_on,
-    reader,
-    same_structure,
-)
+from nimble_core.tracing.pytree import builder, flatten, leaf_paths, passed_on, reader, same_structure
 from nimble_core.utils.errors import InputError
 
 

@@ -9,13 +9,7 @@ import torch
 
 from nimble_core.ir.program import Access, Call, Program, TensorRef
 from nimble_core.validation import bounds
-from nimble_core.validation.bounds import (
-    BOUNDS,
-    lowest_precision,
-    product_precision,
-    tolerance_for,
-    working_precision,
-)
+from nimble_core.validation.bounds import BOUNDS, lowest_precision, product_precision, tolerance_for, working_precision
 
 
 @pytest.mark.parametrize(

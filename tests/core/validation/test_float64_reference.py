@@ -19,13 +19,7 @@ from nimble_core.tracing.recorder import record
 from nimble_core.tracing.signature import Signature
 from nimble_core.validation.bounds import BOUNDS, lowest_precision, tolerance_for
 from nimble_core.validation.distances import relative_error
-from nimble_core.validation.float64_reference import (
-    Reference,
-    in_float64,
-    memory_limit,
-    reference_outputs,
-    wide_bytes,
-)
+from nimble_core.validation.float64_reference import Reference, in_float64, memory_limit, reference_outputs, wide_bytes
 from tests.support.models import CASES, make
 
 HALVES = (torch.float16, torch.bfloat16)

@@ -7,12 +7,7 @@ from dataclasses import replace
 
 from nimble_core.ir.candidates import Candidate
 from nimble_viz.analysis.candidates import candidates
-from tests.support.sample_reports import (
-    CASES,
-    choice,
-    fused_report,
-    sample_report,
-)
+from tests.support.sample_reports import CASES, choice, fused_report, sample_report
 
 
 def test_the_chosen_candidate_comes_first_then_by_median_then_what_was_not_captured():

@@ -9,11 +9,7 @@ from nimble_core.scheduling.policies import POLICIES
 from nimble_core.scheduling.simulator import H200, simulate
 from nimble_viz.analysis import concurrency
 from nimble_viz.analysis.concurrency import graph_width, what_if
-from tests.support.sample_reports import (
-    CASES,
-    old_report,
-    sample_report,
-)
+from tests.support.sample_reports import CASES, old_report, sample_report
 
 
 def test_width_is_exact_up_to_a_bound_and_says_so_above(monkeypatch):

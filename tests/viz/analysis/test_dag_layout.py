@@ -8,9 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nimble_viz.analysis.dag_layout import components, lay_out, layers, nest, order
-from tests.support.sample_reports import (
-    tangled_report,
-)
+from tests.support.sample_reports import tangled_report
 
 
 @st.composite

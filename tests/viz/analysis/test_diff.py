@@ -19,14 +19,7 @@ from nimble_core.ir.measurement import ACROSS, Measurement, summarize
 from nimble_core.ir.program import Call, Origin
 from nimble_core.ir.schedule import Schedule
 from nimble_core.utils.errors import InputError
-from nimble_viz.analysis.diff import (
-    Change,
-    CostChange,
-    SpeedChange,
-    beside_eager,
-    environment_changes,
-    processes,
-)
+from nimble_viz.analysis.diff import Change, CostChange, SpeedChange, beside_eager, environment_changes, processes
 from nimble_viz.render.report import Report
 from nimble_viz.render.verdict_text import headline
 from nimble_viz.render.verdicts import Difference, diff

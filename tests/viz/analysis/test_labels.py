@@ -21,15 +21,9 @@ from nimble_viz.analysis.labels import (
     ratio_words,
     split_plan,
 )
-from nimble_viz.analysis.provenance import (
-    module_of,
-)
+from nimble_viz.analysis.provenance import module_of
 from nimble_viz.analysis.summary import verdict
-from tests.support.sample_reports import (
-    fused_report,
-    plan_report,
-    sample_report,
-)
+from tests.support.sample_reports import fused_report, plan_report, sample_report
 
 
 def test_a_ratio_below_one_is_turned_over() -> None:

@@ -16,10 +16,7 @@ from nimble_core.ir.measurement import summarize
 from nimble_core.ir.schedule import Schedule
 from nimble_core.ir.timeline import Lane, Span, Timeline
 from nimble_viz.analysis.limit import breakdown, limit
-from tests.support.sample_reports import (
-    fused_report,
-    sample_report,
-)
+from tests.support.sample_reports import fused_report, sample_report
 
 
 def _made(spans, streams, edges, ns, wall, *, syncs=()):

@@ -7,10 +7,7 @@ import pytest
 from nimble_viz.analysis.overhead import PARTS, computing, grouped, overhead
 from nimble_viz.analysis.syncs import host_syncs
 from nimble_viz.analysis.timeline import timelines
-from tests.support.sample_reports import (
-    CASES,
-    sample_report,
-)
+from tests.support.sample_reports import CASES, sample_report
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

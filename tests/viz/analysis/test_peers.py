@@ -7,10 +7,7 @@ from dataclasses import replace
 from nimble_core.ir.measurement import summarize
 from nimble_viz.analysis.summary import peers, summary, verdict
 from nimble_viz.report.data import PeerResult
-from tests.support.sample_reports import (
-    fused_report,
-    sample_report,
-)
+from tests.support.sample_reports import fused_report, sample_report
 
 
 def test_peers_win_lose_tie_differ_or_are_absent():

@@ -13,12 +13,7 @@ from nimble_viz.analysis.summary import verdict
 from nimble_viz.render.report import Report
 from nimble_viz.render.text import plain_text
 from nimble_viz.report.data import Bound
-from tests.support.sample_reports import (
-    eager_optimizer_report,
-    profile_report,
-    sample_report,
-    training_report,
-)
+from tests.support.sample_reports import eager_optimizer_report, profile_report, sample_report, training_report
 
 
 @pytest.fixture(scope="module")

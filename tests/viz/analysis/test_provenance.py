@@ -8,16 +8,9 @@ import pytest
 
 from nimble_core.ir.costs import uniform_costs
 from nimble_core.ir.program import Access, Call, TensorRef
-from nimble_viz.analysis.provenance import (
-    became,
-    fused_calls,
-    is_layout_copy,
-    provenance,
-)
+from nimble_viz.analysis.provenance import became, fused_calls, is_layout_copy, provenance
 from nimble_viz.analysis.summary import summary
-from tests.support.sample_reports import (
-    fused_report,
-)
+from tests.support.sample_reports import fused_report
 
 
 def test_every_eager_call_knows_what_it_became_and_back():

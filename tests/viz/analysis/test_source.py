@@ -14,11 +14,7 @@ from nimble_viz.analysis.labels import visible
 from nimble_viz.analysis.source import hottest, replay_times, source, source_text
 from nimble_viz.render.report import Report
 from nimble_viz.report.data import HostSync
-from tests.support.sample_reports import (
-    RENDERED,
-    fused_report,
-    sample_report,
-)
+from tests.support.sample_reports import RENDERED, fused_report, sample_report
 
 
 def shown(report: Report) -> dict[str, Any]:

@@ -12,11 +12,7 @@ from nimble_viz.analysis.advice import best_run
 from nimble_viz.analysis.limit import distance, limit
 from nimble_viz.analysis.summary import summary, verdict
 from nimble_viz.report.data import EAGER_ALONE, EqualityCheck
-from tests.support.sample_reports import (
-    CASES,
-    sample_report,
-    timed,
-)
+from tests.support.sample_reports import CASES, sample_report, timed
 
 
 def test_kernels_launched_ahead_may_beat_the_limit_by_what_they_do_before_they_wait():

@@ -8,10 +8,7 @@ import pytest
 
 from nimble_core.ir.schedule import SyncCounts
 from nimble_viz.analysis.syncs import hint, host_syncs, promise
-from tests.support.sample_reports import (
-    sample_report,
-    training_report,
-)
+from tests.support.sample_reports import sample_report, training_report
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,7 @@ from nimble_viz.export.tables import make_table
 from nimble_viz.export.trace import make_trace
 from nimble_viz.render.report import Report
 from nimble_viz.render.text import plain_text
-from tests.support.sample_reports import (
-    sample_report,
-)
+from tests.support.sample_reports import sample_report
 
 LANES = (Lane("stream 0", "stream"), Lane("stream 1", "stream"))
 SPANS = (

@@ -11,10 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.modules.module import (
-    _global_forward_hooks,
-    _global_forward_pre_hooks,
-)
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data.dataloader import _BaseDataLoaderIter

@@ -26,12 +26,7 @@ from nimble_core.scheduling.policies.single import single
 from nimble_core.tracing.recorded import Recorded
 from nimble_core.utils.errors import CaptureError
 from nimble_core.validation.eager_cases import eager_cases
-from tests.support.rewrite_models import (
-    lifted,
-    recorded,
-    results_are_padded,
-    unchanged_by,
-)
+from tests.support.rewrite_models import lifted, recorded, results_are_padded, unchanged_by
 from tests.support.training_steps import both
 
 aten = torch.ops.aten

@@ -13,11 +13,7 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from nimble_core.compiler.passes.fold_batchnorm import affine, affine_norms, fold_affine
-from tests.support.rewrite_models import (
-    recorded,
-    targets,
-    unchanged_by,
-)
+from tests.support.rewrite_models import recorded, targets, unchanged_by
 
 aten = torch.ops.aten
 

@@ -20,14 +20,7 @@ from nimble_core.compiler.passes.merge_siblings import merge_siblings
 from nimble_core.compiler.passes.split_constants import split_constants
 from nimble_core.compiler.to_fx import calls_of, lift
 from nimble_core.ir.program import KernelChoice
-from tests.support.rewrite_models import (
-    HOST,
-    claimed,
-    fake_timer,
-    lifted,
-    recorded,
-    unchanged_by,
-)
+from tests.support.rewrite_models import HOST, claimed, fake_timer, lifted, recorded, unchanged_by
 
 CONVOLUTION = torch.ops.aten.convolution.default
 

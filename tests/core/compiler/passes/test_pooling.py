@@ -13,13 +13,7 @@ from torch import fx
 from nimble_core.compiler.passes.decisions import Decisions
 from nimble_core.compiler.passes.pooling import choose_pools
 from nimble_core.compiler.to_fx import lift
-from tests.support.rewrite_models import (
-    HOST,
-    fake_timer,
-    lifted,
-    recorded,
-    unchanged_by,
-)
+from tests.support.rewrite_models import HOST, fake_timer, lifted, recorded, unchanged_by
 
 TURNED, AS_IS = fake_timer([2.0, 1.0]), fake_timer([1.0, 2.0])
 

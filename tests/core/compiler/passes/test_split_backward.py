@@ -18,12 +18,7 @@ from nimble_core.compiler.passes.cse import share_equal
 from nimble_core.compiler.passes.split_backward import split_backward
 from nimble_core.compiler.to_fx import calls_of, drop_unused, lift, reference_of
 from nimble_core.ir.program import TensorRef
-from tests.support.rewrite_models import (
-    claimed,
-    recorded,
-    strides_that_matter,
-    unchanged_by,
-)
+from tests.support.rewrite_models import claimed, recorded, strides_that_matter, unchanged_by
 
 aten = torch.ops.aten
 CONVOLUTION = aten.convolution_backward.default

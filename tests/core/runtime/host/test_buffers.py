@@ -25,15 +25,7 @@ from nimble_core.tracing.signature import Signature
 from nimble_core.utils.errors import DeviceError
 from nimble_core.validation.eager_cases import eager_cases, from_same_state
 from tests.support import models
-from tests.support.host_models import (
-    Prepared,
-    drawn_streams,
-    eager,
-    interpreted,
-    poison,
-    programs,
-    same,
-)
+from tests.support.host_models import Prepared, drawn_streams, eager, interpreted, poison, programs, same
 from tests.support.memory_models import happens_before
 
 

@@ -14,13 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from nimble_core.api.nimble import Nimble
 from nimble_core.scheduling.options import Options
 from nimble_core.scheduling.policies.base import plan_streams
-from tests.support.host_models import (
-    CASES,
-    Branches,
-    Prepared,
-    eager,
-    same,
-)
+from tests.support.host_models import CASES, Branches, Prepared, eager, same
 from tests.support.models import make
 
 

@@ -21,12 +21,7 @@ from nimble_core.ir.schedule import Schedule
 from nimble_core.scheduling.options import Options
 from nimble_core.scheduling.policies.base import plan_streams
 from nimble_core.utils.errors import DeviceError, NimbleError
-from tests.support.host_models import (
-    Prepared,
-    drawn_streams,
-    eager,
-    same,
-)
+from tests.support.host_models import Prepared, drawn_streams, eager, same
 
 
 def lookup(indices: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
