@@ -30,6 +30,7 @@ from nimble_viz.analysis.labels import (
 )
 from nimble_viz.analysis.limit import distance, distance_doubt, limit
 from nimble_viz.analysis.live_memory import memory
+from nimble_viz.analysis.overhead import computing
 from nimble_viz.analysis.phases import phase_syncs, phases, profiled, profiled_verdict
 from nimble_viz.analysis.provenance import provenance
 from nimble_viz.analysis.syncs import promise
@@ -38,6 +39,7 @@ from nimble_viz.report.data import EAGER_ALONE, PeerResult, ReportData
 __all__ = ["best_peers", "context", "headline", "label_run", "peers", "planned", "summary", "unshown", "verdict"]
 
 _OVERLAP_NS = 1000.0
+_COMPUTING = 10
 """Of a kernel that is launched ahead, what can be done before the one that it waits for has ended: up to 0.8 µs were
 seen on an H200."""
 
@@ -129,6 +131,7 @@ def summary(report: ReportData) -> dict[str, Any]:
         "complete": report.complete,
         "planned": planned(report),
         "profiled": profiled(report),
+        "computing": _computing(report),
         "chosen": report.chosen,
         "speed": [_speed(report, taken) for taken in report.measurements],
         "peers": peers(report, best),
@@ -164,6 +167,30 @@ def summary(report: ReportData) -> dict[str, Any]:
         "memory": memory(report),
         "warnings": _warnings(report),
     }
+
+
+def _computing(report: ReportData) -> dict[str, Any] | None:
+    """Tables of what computes longest in a profile, by operator and by module; None of other reports."""
+    if report.sampling is None or report.overhead is None:
+        return None
+    tables = []
+    for by, rows in (("operator", computing(report, "operator")), ("module", computing(report, "module"))):
+        shown = [
+            {
+                "name": row["name"],
+                "calls": row["calls"],
+                "ns": row["work"],
+                "time": format_ns(row["work"]),
+                "share": format_percent(row["share"]),
+                "overhead": format_ns(row["overhead"]),
+                "sizes": row["sizes"],
+            }
+            for row in rows[:_COMPUTING]
+        ]
+        more, ns = len(rows) - _COMPUTING, sum(row["work"] for row in rows[_COMPUTING:])
+        rest = f"and {plural(more, by)} more, {format_ns(ns)} together" if more > 0 else ""
+        tables.append({"by": by, "rows": shown, "rest": rest})
+    return {"time": "GPU time" if report.environment.device == "cuda" else "computing", "tables": tables}
 
 
 def _outlook(report: ReportData) -> str:

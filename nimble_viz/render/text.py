@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from nimble_core.utils.units import format_count, format_ns, format_percent
 from nimble_viz.analysis.gaps import CAUSES
 from nimble_viz.analysis.labels import INTERVAL, label_call, plural, trains, visible
-from nimble_viz.analysis.overhead import PARTS, computing, grouped, overhead
+from nimble_viz.analysis.overhead import PARTS, grouped, overhead
 from nimble_viz.analysis.provenance import fused_calls, module_of
 from nimble_viz.analysis.source import hottest, source
 from nimble_viz.analysis.summary import summary
@@ -100,7 +100,8 @@ def _sections(report: ReportData, tables: dict[str, Any]) -> Iterator[tuple[str,
         found = tables["profiled"]
         parts = _parts("", found["rows"], found["bound"]), note(f"shares {found['basis']}"), pairs(found["facts"])
         yield "summary", "What an iteration is spent on", [*parts]
-        yield "summary overhead", "What computes", _computing(report)
+    if tables["computing"]:
+        yield "summary overhead", "What computes", _computing(tables["computing"])
     if tables["speed"] and not tables["profiled"]:
         yield "summary", f"Speed ({tables['context']})", _speed(tables["speed"])
     if tables["phases"]:
@@ -414,22 +415,15 @@ def _provenance(report: ReportData) -> list[RenderableType]:
     return body
 
 
-def _computing(report: ReportData) -> list[RenderableType]:
+def _computing(found: dict[str, Any]) -> list[RenderableType]:
     """Draw which operators and modules compute longest, beside what they cost the host."""
-    device = "GPU time" if report.environment.device == "cuda" else "computing"
     body: list[RenderableType] = []
-    for by, rows in (("operator", computing(report, "operator")), ("module", computing(report, "module"))):
-        heads = ((by, ""), ("calls", "r"), (device, "r"), ("share", "r"), ("host overhead", "r"), ("longest reads", ""))
-        shaped = any(row["sizes"] for row in rows)
-        cells = [
-            (row["name"], format_count(row["calls"]), format_ns(row["work"]), format_percent(row["share"]))
-            + (format_ns(row["overhead"]), row["sizes"])[: 1 + shaped]
-            for row in rows[:_TOP]
-        ]
-        body += [words("")] * bool(body) + [make_table(heads[: 5 + shaped], cells)]
-        if len(rows) > _TOP:
-            rest = sum(row["work"] for row in rows[_TOP:])
-            body.append(note(f"and {plural(len(rows) - _TOP, by)} more, {format_ns(rest)} together"))
+    for one in found["tables"]:
+        keys = ["name", "calls", "time", "share", "overhead"] + ["sizes"] * any(row["sizes"] for row in one["rows"])
+        heads = ((one["by"], ""), ("calls", "r"), (found["time"], "r"), ("share", "r"), ("host overhead", "r"))
+        cells = [[str(row[key]) for key in keys] for row in one["rows"]]
+        body += [words("")] * bool(body) + [make_table((*heads, ("longest reads", ""))[: len(keys)], cells)]
+        body += [note(one["rest"])] * bool(one["rest"])
     return body
 
 

@@ -67,12 +67,19 @@ export function buildSummary(node, app) {
     const most = Math.max(...rows.map((row) => row.eager_ns), 1);
     return [el("p", null, "Host time under the profiler, with the share that is the framework's overhead. Forward is what is none of the others."), table([["Phase"], ["Calls", 1], [""], ["Host time", 1], ["Overhead", 1]], rows.map((row) => el("tr", null, el("td", null, phaseChip(row.phase)), number(count(row.calls)), el("td", { style: "width:34%" }, el("div", { class: "nv-bar", style: `width:${(100 * row.eager_ns) / most}%;margin-top:7px;background:var(--${row.phase})` })), number(row.eager), number(row.overhead))))];
   };
+  const computes = ({ time, tables }) => tables.map(({ by, rows, rest }) => {
+    const most = Math.max(...rows.map((row) => row.ns), 1), sized = rows.some((row) => row.sizes), head = (word) => word[0].toUpperCase() + word.slice(1);
+    return [table([[head(by)], ["Calls", 1], [""], [head(time), 1], ["Share", 1], ["Host overhead", 1], ...(sized ? [["Longest reads"]] : [])], rows.map((row) => el("tr", null,
+      el("td", null, row.name), number(count(row.calls)), el("td", { style: "min-width:60px;width:22%" }, el("div", { class: "nv-bar", style: `width:${(100 * row.ns) / most}%;margin-top:7px` })),
+      number(row.time), number(row.share), number(row.overhead), sized && el("td", null, row.sizes)))), rest && el("p", { class: "nv-under" }, rest)];
+  });
   const steps = facts.preparation, most = Math.max(...steps.map((step) => step.ns), 1);
   node.append(el("div", { class: "nv-grid" },
     !facts.profiled && card("Speed", true,
       el("p", null, facts.speed.length > 0 && `Every ratio: ${facts.context}. Medians of runs taken in turn; above 1x is faster; the 99.5% interval below a ratio alone decides. Over limit: how far a replay is from the ${facts.limit ? `limit that no schedule of its calls can beat, here ${facts.limit.text} (${facts.limit.bound})` : "longest path of isolated calls, which no schedule can beat"}.`),
       facts.speed.length ? el("div", { class: "nv-speed" }, table([["Run"], [""], ["Median", 1], ["Spread", 1], ["Over eager", 1], ["Over one-stream", 1], ["Over limit", 1], ["Samples", 1]], speed)) : el("p", null, facts.planned ? "This is a plan: nothing was run, so nothing was measured." : "Nothing was measured.")),
     facts.profiled && card("What an iteration is spent on", true, ...spentOn(facts.profiled)),
+    facts.computing && card("What computes", true, ...computes(facts.computing)),
     facts.warnings.length > 0 && card(`Before you believe a figure (${facts.warnings.length})`, true, el("ul", { class: "nv-list" }, facts.warnings.map((text) => el("li", null, text)))),
     phased && card(facts.profiled ? "One iteration by phase" : "The training step by phase", true, ...(facts.profiled ? hostPhases(facts.phases) : byPhase(facts.phases))),
     facts.peers.length > 0 && card("Against peers", true, ...rivals(facts.peers)),

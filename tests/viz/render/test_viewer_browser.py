@@ -110,7 +110,14 @@ def test_a_profile_shows_its_bound_and_says_what_it_has_not(opened):
     shown = opened(page(profile_report()))
     assert "host-bound: 51.8%" in shown.page.inner_text(".nv-verdict")
     text = shown.page.inner_text("#nv-pane-summary")
-    for part in ("What an iteration is spent on", "One iteration by phase", "loader", "copy", "Not in this report"):
+    for part in (
+        "What an iteration is spent on",
+        "What computes",
+        "One iteration by phase",
+        "loader",
+        "copy",
+        "Not in this report",
+    ):
         assert part in text
     for part in ("Preparation", "Same outputs as eager?", "Over eager", "Plans and synchronisations"):
         assert part not in text
