@@ -48,8 +48,8 @@ class _CaughtError(Exception):
     """Ends a compilation once its graph is known."""
 
 
-def operators(compiled: Callable[[], object]) -> list[Counter[str]]:
-    """Count the operators of the graphs that Inductor is given while ``compiled`` runs; the first ends it.
+def operators(compiled: Callable[[], object]) -> Counter[str]:
+    """Count the operators of the first graph that Inductor is given while ``compiled`` runs, and which ends it.
 
     Raises:
         Exception: what it raises before.
@@ -66,7 +66,7 @@ def operators(compiled: Callable[[], object]) -> list[Counter[str]]:
     except Exception:
         if not found:
             raise
-    return found
+    return found[0]
 
 
 def _computes(node: fx.Node) -> bool:
@@ -87,8 +87,8 @@ def _computes(node: fx.Node) -> bool:
 def compared(model: torch.nn.Module, inputs: dict[str, Any]) -> Row:
     """Compare what both give to Inductor: operators that one has more than the other, and how many both have."""
     recorded = Nimble(model, Options(tune="off")).prepare(**inputs).engines[0].recorded
-    ours = operators(lambda: compile_graph(lift(recorded.recording), recorded.signature.tensors))[0]
-    theirs = operators(lambda: torch.compile(model, fullgraph=True, dynamic=False)(**inputs))[0]
+    ours = operators(lambda: compile_graph(lift(recorded.recording), recorded.signature.tensors))
+    theirs = operators(lambda: torch.compile(model, fullgraph=True, dynamic=False)(**inputs))
     return {"both": (ours & theirs).total(), "ours more": dict(ours - theirs), "theirs more": dict(theirs - ours)}
 
 

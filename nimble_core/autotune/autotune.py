@@ -14,7 +14,7 @@ import torch
 from nimble_core.autotune.budget import Budget, compile_s
 from nimble_core.autotune.capture_pipeline import capture, observe
 from nimble_core.autotune.choice import MemoryPrice, choose
-from nimble_core.autotune.disk_cache import cache_directory, choice_key, recall, remember
+from nimble_core.autotune.disk_cache import choice_key, recall, remember
 from nimble_core.autotune.mending import mend
 from nimble_core.autotune.plans import (
     Planned,
@@ -38,6 +38,7 @@ from nimble_core.scheduling.options import Options
 from nimble_core.scheduling.saved_plan import fingerprint, make_plan, schedule_of
 from nimble_core.tracing.recorded import Recorded, state_kept
 from nimble_core.utils.errors import CaptureError, NimbleError
+from nimble_core.utils.files import cache_directory
 from nimble_core.utils.version import __version__
 from nimble_core.validation.judge import Judge
 

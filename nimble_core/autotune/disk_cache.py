@@ -7,24 +7,14 @@ none, and is replaced.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from hashlib import sha256
-from pathlib import Path
 
 from nimble_core.scheduling.saved_plan import MAX_BYTES, Plan
 from nimble_core.utils.errors import NimbleError
-from nimble_core.utils.files import read_own, replace_file
+from nimble_core.utils.files import cache_directory, read_own, replace_file
 
-__all__ = ["cache_directory", "choice_key", "recall", "remember"]
-
-
-def cache_directory() -> Path:
-    """Return where plans are kept: ``$NIMBLE_CACHE_DIR``, else ``nimble`` in the user's cache directory."""
-    named = os.environ.get("NIMBLE_CACHE_DIR")
-    if named:
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nimble"
+__all__ = ["choice_key", "recall", "remember"]
 
 
 def choice_key(fingerprint: str, conditions: Mapping[str, object]) -> str:

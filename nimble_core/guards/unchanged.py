@@ -24,9 +24,9 @@ from typing import Any, cast
 
 import torch
 
-from nimble_core.autotune.disk_cache import cache_directory
 from nimble_core.torch_compat.dispatch import ANY_KEY, keys_excluded, no_torch_function
 from nimble_core.torch_compat.members import DATA_OF, VERSION
+from nimble_core.utils.files import cache_directory
 
 __all__ = ["InPython", "compiled", "passes", "same_objects"]
 

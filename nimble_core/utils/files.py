@@ -10,7 +10,15 @@ from pathlib import Path
 
 from nimble_core.utils.errors import InputError
 
-__all__ = ["file_path", "read_own", "replace_file", "write_file"]
+__all__ = ["cache_directory", "file_path", "read_own", "replace_file", "write_file"]
+
+
+def cache_directory() -> Path:
+    """Return where plans and compiled passes are kept: ``$NIMBLE_CACHE_DIR``, or the user's cache directory."""
+    named = os.environ.get("NIMBLE_CACHE_DIR")
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nimble"
 
 
 def file_path(path: str | os.PathLike[str]) -> Path:

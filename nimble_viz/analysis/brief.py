@@ -6,7 +6,7 @@ import math
 from typing import Any, Literal
 
 from nimble_viz.analysis.advice import advice
-from nimble_viz.analysis.labels import label_run
+from nimble_viz.analysis.labels import label_run, shortened
 from nimble_viz.analysis.overhead import computing, grouped
 from nimble_viz.analysis.phases import profiled
 from nimble_viz.analysis.summary import headline
@@ -110,4 +110,4 @@ def _finite(value: float) -> float | None:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= _CHARACTERS else f"{text[: _CHARACTERS - 1]}…"
+    return shortened(text, _CHARACTERS)

@@ -33,6 +33,7 @@ __all__ = [
     "ratio_sentence",
     "ratio_words",
     "share_rows",
+    "shortened",
     "source_of",
     "spanned_modules",
     "split_plan",
@@ -326,3 +327,8 @@ def _place(report: ReportData) -> str:
     if where.device == "cuda":
         return where.device_name
     return f"host replay on {where.device_name or where.host_cpu or 'an unnamed CPU'}, no GPU"
+
+
+def shortened(text: str, most: int) -> str:
+    """Cut a text to ``most`` characters, the last of which says that it was cut."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"

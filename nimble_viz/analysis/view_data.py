@@ -7,7 +7,7 @@ from typing import Any
 
 from nimble_core.ir.program import Call, Program, TensorRef
 from nimble_viz.analysis.dag import dag
-from nimble_viz.analysis.labels import label_call
+from nimble_viz.analysis.labels import label_call, shortened
 from nimble_viz.analysis.live_memory import live_memory
 from nimble_viz.analysis.overhead import colours, exposed, overhead
 from nimble_viz.analysis.phases import PHASES
@@ -117,4 +117,4 @@ def _shapes(refs: Sequence[TensorRef]) -> str:
 
 def _arguments(call: Call) -> str:
     text = ", ".join(f"{name}={value}" for name, value in call.arguments if not value.startswith("%"))
-    return text if len(text) <= _LONGEST_ARGUMENTS else text[: _LONGEST_ARGUMENTS - 1] + "…"
+    return shortened(text, _LONGEST_ARGUMENTS)

@@ -327,7 +327,7 @@ def _memory(on: _Machine) -> _Answer:
 
 
 def _plans(on: _Machine) -> _Answer:
-    from nimble_core.autotune.disk_cache import cache_directory
+    from nimble_core.utils.files import cache_directory
 
     place = cache_directory()
     above = next((one for one in (place, *place.parents) if one.exists()), place)

@@ -151,7 +151,7 @@ class ReportWidget(AnyWidget):
         shown = dict(bundle if isinstance(bundle, dict) else bundle[0])
         shown["text/plain"] = f"Report of {self.report.model}: run this cell in a notebook to use it."
         for one in (shown, {"text/html": still(self.report)}):
-            display(one, raw=True)  # type: ignore[no-untyped-call]
+            display(one, raw=True)  # type: ignore[no-untyped-call]  # IPython has no types
 
 
 def _among(calls: Iterable[object], size: int) -> tuple[int, ...]:

@@ -30,8 +30,6 @@ __all__ = ["row_products_as_sums"]
 
 _aten = torch.ops.aten
 _SUM = "sum over one row"
-
-
 _SMALL_NBYTES = 2 << 20
 """A weight up to here is read within the time of a launch or two, which fusing saves: nothing is measured."""
 _COLD_NBYTES = 128 << 20

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nimble_core.autotune.disk_cache import cache_directory, choice_key, recall, remember
+from nimble_core.autotune.disk_cache import choice_key, recall, remember
 from nimble_core.scheduling.saved_plan import KernelChoice, Plan, load_plan
+from nimble_core.utils.files import cache_directory
 from tests.support.sample_reports import sample_report
 
 KEY = choice_key("ab" * 32, {"torch": "2.13"})
