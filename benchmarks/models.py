@@ -227,6 +227,14 @@ def _decode(batch: int, device: str, tiny: bool) -> Inference:
     return Inference(llama(size, device), fresh)
 
 
+def _encoder(batch: int, device: str, tiny: bool) -> Inference:
+    """Make the encoder of "Attention Is All You Need" of torch's own modules, which have a fast path in evaluation."""
+    width, heads, hidden, layers, length = (64, 2, 128, 2, 16) if tiny else (512, 8, 2048, 6, 128)
+    layer = nn.TransformerEncoderLayer(width, heads, hidden, batch_first=True, device=device)
+    model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).eval()
+    return Inference(model, lambda: ((torch.randn(batch, length, width, device=device),), {}))
+
+
 # -- rows ----------------------------------------------------------------------------------------------------------
 
 
@@ -260,6 +268,7 @@ _TABLE = (
     _row("mobilenet-default-init", "MobileNetV2 as made", _images("torchvision.mobilenet_v2", calibrate=False)),
     _row("randwire", "RandWire as made", _images("cells.randwire", calibrate=False), "float32"),
     _row("segformer", "SegFormer", _SEGFORMER({"pixel_values": (3, 512, 512)})),
+    _row("encoder", "torch.nn's encoder 128", _encoder),
     _row("bert-b8-tf32", "BERT-base 128", _BERT, "tf32", 8),
     _row("vit-tf32", "ViT-B/16", _transformers("ViTModel", _IMAGE, _SMALL), "tf32"),
     _row("vit-l-b64", "ViT-L/16", _images("torchvision.vit_l_16"), "bfloat16", 64),

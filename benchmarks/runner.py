@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -41,12 +41,14 @@ from benchmarks.measure import WARM_UPS, block, take_times
 from benchmarks.store import ANCHOR_BOUND, OURS, Record, losses, moved, read, summary, write
 from benchmarks.ways import Case, Job, Ready
 from nimble_core.profiling.machine import environment, finish
-from nimble_core.torch_compat.compiler import COUNTERS
+from nimble_core.torch_compat.compiler import COUNTERS, INDUCTOR_CONFIG
 
 _PACKAGES = ("torch", "triton", "transformers", "torchvision", "timm", "jax")
 _IMPORTED = ("torch._dynamo", "torch._inductor.compile_fx", "torchvision", "timm", "transformers")
-# Compiled ahead; not max-autotune, which chooses by timing while it compiles.
-_COMPILED = ("compile", "ro", "fr", "fr-graph", "aoti", "ours", "compile-graph", "step-graph", "drop-in")
+# Compiled ahead: their processes wait for their turn, or leave what they compile in a cache. Not max-autotune, which
+# chooses by timing while it compiles.
+_WAITING = ("compile", "ro", "fr", "fr-graph")
+_CACHED = ("aoti", "ours", "compile-graph", "step-graph", "drop-in")
 _EXTRA = ("max-autotune", "aoti", "xla")  # costly, of rows that name them, and never in a shared process
 _TWINS = (("ours", "ours-static"), ("ro", "ro-skip"), ("fr", "fr-skip"))  # the second uses what the first prepared
 _COUNTED = ("eager", "compile", "aoti", "ours")  # one way of each kind of work
@@ -64,7 +66,7 @@ def child(job: Job, folder: Path) -> None:
             os.dup2(os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
         os.environ["NIMBLE_CACHE_DIR"] = str(folder / "choices")  # nothing is recalled
         with (folder / "records").open("ab", buffering=0) as out:
-            for record in measured(job):
+            for record in measured(job, folder):
                 out.write(msgspec.json.encode(record) + b"\n")
         os._exit(0)
     except BaseException:
@@ -73,7 +75,7 @@ def child(job: Job, folder: Path) -> None:
         os._exit(1)
 
 
-def measured(job: Job) -> Iterator[Record]:
+def measured(job: Job, folder: Path) -> Iterator[Record]:
     """Yield records of a job's ways, each as it is complete; for no row, one that describes the machine."""
     made, cuda = dict[str, tuple[Ready | None, Record]](), job.device == "cuda"
     torch.set_num_threads(1 if job.tiny and not cuda else torch.get_num_threads())
@@ -84,6 +86,10 @@ def measured(job: Job) -> Iterator[Record]:
         return
     row = importlib.import_module(job.rows).ROWS[job.row]
     case = _MODULES[row.training].open_case(row, models.load(row, job.device, job.tiny), job)
+    if job.waits or job.warm:
+        INDUCTOR_CONFIG.require().compile_threads = 2  # others compile besides
+    if job.waits:
+        _wait_when_compiled(folder, partial(ways.choose_convolutions, case))
     # Skipping guards is a setting of the whole process: those are never timed in turn with others.
     groups = [tuple(way for way in job.ways if not way.endswith("-skip"))] if job.together else []
     groups += [(way,) for way in job.ways if not groups or way not in groups[0]]
@@ -108,13 +114,26 @@ def measured(job: Job) -> Iterator[Record]:
                 yield record
 
 
+def _wait_when_compiled(folder: Path, then: Callable[[], None]) -> None:
+    """Have this process say when it has compiled for the first time, and wait for its turn before it runs that."""
+
+    def wait(_: object) -> None:
+        if not (folder / "compiled").exists():
+            (folder / "compiled").touch()
+            while not (folder / "go").exists():
+                time.sleep(0.02)
+            then()
+
+    importlib.import_module("torch._dynamo.callback").callback_handler.register_end_callback(wait)
+
+
 def _prepared(case: Case, way: str, blank: Record) -> tuple[Ready | None, Record]:
     """Make a way ready, check it and warm it up; None if it fails; with its record so far."""
     record, module, before = replace(blank, way=way), _MODULES[case.row.training], _compiler_counts()
     start, found = time.perf_counter(), dict[str, Any]()
     try:
         ready = case.made[way] = module.WAYS[way](case)
-        seconds = time.perf_counter() - start
+        seconds: float | None = time.perf_counter() - start
         hits, others, breaks, skips = (now - then for now, then in zip(_compiler_counts(), before, strict=True))
         with ready.stance():
             if not case.job.warm:
@@ -127,6 +146,7 @@ def _prepared(case: Case, way: str, blank: Record) -> tuple[Ready | None, Record
     said = (f"graph breaks: {breaks}",) * bool(breaks) + ("Inductor skipped CUDA graphs",) * bool(skips)
     found["notes"] = (*ready.notes, *(() if way in OURS else said), *found.get("notes", ()))
     about = {name: getattr(ready, name) for name in ("chosen", "whole", "work_of")}
+    seconds = None if case.job.waits else seconds
     return ready, replace(record, prepare_s=seconds, compile_cache=cache, **about, **found)
 
 
@@ -184,10 +204,37 @@ class Runner:
     stopped: bool = False
     anchors: dict[tuple[str, bool], tuple[Mapping[str, float], str]] = field(default_factory=dict)
     running: list[Any] = field(default_factory=list)
+    waiting: dict[tuple[str, tuple[str, ...]], Any] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
 
     def _late(self) -> bool:
         return self.stopped or time.monotonic() - self.began > self.given.limit_s
+
+    def _started(self, job: Job) -> tuple[Any, Path, float]:
+        """Start a job's process, or let the one go on that has compiled for it: with its folder, and since when."""
+        if not job.together and (one := self.waiting.pop((job.row, job.ways), None)) is not None:
+            (one[1] / "go").touch()
+            return one[0], one[1], time.monotonic()
+        folder, context = Path(tempfile.mkdtemp(dir=self.folder)), multiprocessing.get_context(self.method)
+        process = context.Process(target=child, args=(job, folder))  # type: ignore[attr-defined]  # the union of contexts lacks it
+        process.start()
+        return process, folder, time.monotonic()
+
+    def compile_ahead(self, jobs: Sequence[Job], limit_s: float, parallel: int) -> None:
+        """Start jobs that compile and wait, or end; at most so many compile at once, none longer than ``limit_s``."""
+        todo, compiling = list(jobs), list[Any]()
+        while (todo or compiling) and not self._late():
+            while todo and len(compiling) < parallel:
+                job = todo.pop(0)
+                compiling.append(self._started(job))
+                self.waiting[job.row, job.ways] = compiling[-1]
+            time.sleep(0.05)
+            for one in tuple(compiling):
+                process, folder, began = one
+                if time.monotonic() - began > limit_s:
+                    process.kill()
+                if process.exitcode is not None or (folder / "compiled").exists():
+                    compiling.remove(one)
 
     def do(self, jobs: Sequence[Job], limit_s: float, parallel: int = 1) -> Iterator[tuple[list[Record], str]]:
         """Do jobs, each in a process that is killed after ``limit_s`` or when the run is stopped, with all it started.
@@ -197,10 +244,7 @@ class Runner:
         waiting = list(jobs)
         while self.running or (waiting and not self._late()):
             while waiting and len(self.running) < parallel:
-                folder, context = Path(tempfile.mkdtemp(dir=self.folder)), multiprocessing.get_context(self.method)
-                process = context.Process(target=child, args=(waiting.pop(0), folder))  # type: ignore[attr-defined]  # the union of contexts lacks it
-                process.start()
-                self.running.append((process, folder, time.monotonic()))
+                self.running.append(self._started(waiting.pop(0)))
             for one in tuple(self.running):
                 process, folder, began = one
                 process.join(0.05)
@@ -242,24 +286,38 @@ class Runner:
             print(f"{row.name:20} {'together ' * together}{one.way:14} {said}  {spent_s:.0f} s", flush=True)
         write(self.given.out, self.held.values())
 
-    def row(self, row: models.Row, *, together: bool, retrying: bool) -> None:
-        """Measure what is due of a row; before that, on a GPU, compile ahead, several ways at once."""
+    def due(self, row: models.Row, *, together: bool, retrying: bool) -> list[tuple[tuple[str, ...], bool]]:
+        """Ways of a row to measure, process by process, as ``plan`` has it."""
         module, cuda = _MODULES[row.training], self.given.device == "cuda"
         asked = [*module.DEFAULT, *row.extra] if self.given.ways == "default" else self.given.ways.split(",")
         names = [way for way in asked if way in module.WAYS and (cuda or way not in module.CUDA_ONLY)]
-        anchor = module.ANCHOR if cuda else "eager"
         here = (row.name, self.machine.place)
         held = {(way, shared): one for (name, way, shared, place), one in self.held.items() if (name, place) == here}
         again = [way for name in self.given.again.split(",") for way in (OURS if name == "ours" else (name,))]
-        jobs = plan(names, anchor, held, again, self.blank.run, together=together, retrying=retrying)
-        ahead = {way for unit, _ in jobs for way in unit if way in _COMPILED} if cuda and self.given.jobs else ()
-        warm = [replace(self.blank, row=row.name, ways=(way,), warm=True) for way in ahead]
-        list(self.do(warm, self.given.row_s, self.given.jobs))
-        for picked in self.given.cache.rglob("*.best_config") if warm else ():
+        return plan(names, self._anchor(row), held, again, self.blank.run, together=together, retrying=retrying)
+
+    def _anchor(self, row: models.Row) -> str:
+        return _MODULES[row.training].ANCHOR if self.given.device == "cuda" else "eager"
+
+    def rows(self, rows: Mapping[str, models.Row], together: Sequence[str], *, retrying: bool) -> None:
+        """Measure what is due of some rows; before that compile it, several ways at once."""
+        jobs = {name: self.due(row, together=name in together, retrying=retrying) for name, row in rows.items()}
+        ahead = list[Job]()
+        for name, units in jobs.items():
+            for unit, shared in units if self.given.jobs else ():
+                waits = not (shared or rows[name].training) and unit[0] in _WAITING
+                some = [unit] if waits else [(way,) for way in unit if way in _CACHED and self.given.device == "cuda"]
+                ahead += [replace(self.blank, row=name, ways=one, waits=waits, warm=not waits) for one in some]
+        self.compile_ahead(ahead, self.given.row_s, self.given.jobs)
+        for job in ahead:
+            if job.warm:
+                self.waiting.pop((job.row, job.ways), None)
+        for picked in self.given.cache.rglob("*.best_config") if ahead else ():
             picked.unlink(missing_ok=True)  # chosen by timing while others were running
-        for unit, shared in jobs:
-            if not self._late():
-                self.measure(row, unit, anchor, shared)
+        for name, units in jobs.items():
+            for unit, shared in units:
+                if not self._late():
+                    self.measure(rows[name], unit, self._anchor(rows[name]), shared)
 
 
 def run(given: argparse.Namespace) -> int:
@@ -286,11 +344,14 @@ def run(given: argparse.Namespace) -> int:
             if not told and not runner.stopped:
                 print(f"nothing can be measured here: {ended}", file=sys.stderr)
                 return 2
-            for retrying, (index, row) in product((False, True), enumerate(rows)):
-                runner.machine = told[0] if told else runner.machine
-                runner.row(row, together=index < given.together, retrying=retrying)
+            runner.machine = told[0] if told else runner.machine
+            together = [row.name for row in rows[: given.together]]
+            batches = [rows[at : at + given.batch] for at in range(0, len(rows), given.batch)]
+            for retrying, some in product((False, True), batches):
+                runner.rows({row.name: row for row in some}, together, retrying=retrying)
         finally:
             stopped, runner.stopped = runner.stopped, True
+            runner.running += runner.waiting.values()
             list(runner.do((), 0.0))
     return 128 + signal.SIGTERM if stopped else 0
 
@@ -306,7 +367,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--again", default="", help="measure these ways again though they are held: ours, or names")
     add("--run", default="", help="name of this run, to go on with --again: what it has measured is held")
     add("--cache", type=Path, default=Path(".inductor"), help="directory of Inductor's cache")
-    add("--jobs", type=int, default=6, help="compile so many ways at once ahead, on a GPU; 0: none")
+    add("--jobs", type=int, default=6, help="compile so many ways at once ahead; 0: none")
+    add("--batch", type=int, default=6, help="of so many rows: what was compiled waits in memory for its turn")
     add("--limit-s", type=float, default=500.0, help="begin nothing after this")
     add("--row-s", type=float, default=150.0, help="kill a process after this; thrice for shared ones")
     add("--budget", type=float, default=60.0, help="Options.budget_s of ours; 60 is what users get")

@@ -23,7 +23,7 @@ from benchmarks.models import Inference, Row, work, work_of_compiled, work_of_ex
 from nimble_core.api.engine import Engine
 from nimble_core.api.nimble import Nimble
 from nimble_core.scheduling.options import Options
-from nimble_core.torch_compat.compiler import INDUCTOR_CONFIG, MODE_OPTIONS
+from nimble_core.torch_compat.compiler import COUNTERS, INDUCTOR_CONFIG, MODE_OPTIONS
 from nimble_core.validation.bounds import BOUNDS
 from nimble_core.validation.distances import relative_error
 from nimble_viz.collect.peers import peer
@@ -39,7 +39,10 @@ _SKIPPING = partial(torch.compiler.set_stance, "default", skip_guard_eval_unsafe
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What one process does: measure ways of a row; ``warm``: compile them ahead; of no row: tell the machine."""
+    """What one process does: measure ways of a row; of no row: tell the machine.
+
+    ``warm``: only compile them, for the cache. ``waits``: compile, and wait for its turn before anything is timed.
+    """
 
     run: str
     rows: str = "benchmarks.models"
@@ -50,6 +53,7 @@ class Job:
     ways: tuple[str, ...] = ()
     together: bool = False
     warm: bool = False
+    waits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +92,20 @@ class Case:
 
 
 def open_case(row: Row, given: Inference, job: Job) -> Case:
-    """Draw inputs, and have cuDNN choose by trial what every way then finds."""
-    args, kwargs = given.fresh()
-    if job.device == "cuda":
+    """Draw inputs; unless the job waits for its turn, choose convolutions."""
+    case = Case(row, given, job, *given.fresh(), (given.fresh(),))
+    if not job.waits:
+        choose_convolutions(case)
+    return case
+
+
+def choose_convolutions(case: Case) -> None:
+    """Have cuDNN choose by trial what every way then finds."""
+    if case.job.device == "cuda":
         torch.backends.cudnn.benchmark = True
         with torch.inference_mode():
-            given.model(*args, **kwargs)
+            case.given.model(*case.args, **case.kwargs)
         torch.backends.cudnn.benchmark = False
-    return Case(row, given, job, args, kwargs, (given.fresh(),))
 
 
 def check(case: Case, ready: Ready) -> dict[str, Any]:
@@ -145,7 +155,9 @@ def by_hand(ready: Ready, args: Iterable[Any], kwargs: Mapping[str, Any], *, sta
 
     ``static``: the output is returned as it is, and overwritten by the next call.
     """
-    own, named = [one.clone() for one in args], {name: one.clone() for name, one in kwargs.items()}
+    with torch.inference_mode(False):  # Dynamo would compile anew, without freezing, for what inference mode makes
+        own, named = [one.clone() for one in args], {name: one.clone() for name, one in kwargs.items()}
+    compiled = COUNTERS.require()["stats"]["unique_graphs"]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -155,6 +167,8 @@ def by_hand(ready: Ready, args: Iterable[Any], kwargs: Mapping[str, Any], *, sta
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = ready.run(*own, **named)
+    if COUNTERS.require()["stats"]["unique_graphs"] != compiled:
+        raise RuntimeError("compiled anew for the captured call: that is not what was prepared")
     outputs = tensors(out)
 
     def call(*args: Any, **kwargs: Any) -> Any:

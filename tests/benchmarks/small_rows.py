@@ -32,6 +32,10 @@ def training(device, tiny):
     return Training(make, nn.functional.mse_loss, optimizer, batch)
 
 
+def broken(device, tiny):
+    raise ValueError("cannot be made")
+
+
 def endless(device, tiny):
     Path(os.environ.get(PID, os.devnull)).write_text(str(os.getpid()))
     time.sleep(600)
@@ -41,5 +45,11 @@ def mlp():
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
-BUILDS = {"mlp": inference(mlp()), "on-its-input": inference(OnItsInput()), "endless": endless, "trained": training}
+BUILDS = {
+    "mlp": inference(mlp()),
+    "on-its-input": inference(OnItsInput()),
+    "broken": broken,
+    "endless": endless,
+    "trained": training,
+}
 ROWS = {name: Row(name, name.upper(), "float32", 2, build, name == "trained") for name, build in BUILDS.items()}

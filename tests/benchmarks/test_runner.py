@@ -78,6 +78,16 @@ def test_a_run_keeps_every_way_alone_and_together_and_notes_failures(tmp_path):
 
 
 @pytest.mark.slow
+def test_what_compiles_waits_for_its_turn_before_it_is_timed(tmp_path):
+    done = ran(tmp_path, "mlp,on-its-input,broken", "--ways", "eager,compile", "--together", 0, "--jobs", 2)
+    compiled = {row: one for (row, way, _), one in done.items() if way == "compile"}
+    assert "cannot be made" in compiled.pop("broken").error
+    for one in compiled.values():
+        assert len(one.latency_us) >= 5
+        assert one.prepare_s is None, "it was compiled beside others"
+
+
+@pytest.mark.slow
 def test_sigterm_ends_a_run_at_once_keeps_complete_records_and_leaves_no_process(tmp_path):
     pid = tmp_path / "pid"
     asked = command(tmp_path, "mlp,endless", "--ways", "eager", "--together", 0, "--start", "spawn")
