@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -24,6 +24,7 @@ import torch
 from nimble_core.autotune.autotune import Tuned
 from nimble_core.runtime.device import Executable
 from nimble_core.torch_compat.autograd import batched_or_wrapped, graph_is_kept, queue_callback, will_execute
+from nimble_core.torch_compat.cuda import current_stream
 from nimble_core.tracing.provenance import warn
 from nimble_core.tracing.recorded import Recorded
 from nimble_core.tracing.recording import Recording
@@ -37,7 +38,7 @@ __all__ = ["Backward", "Fixed"]
 
 _trained = attrgetter("requires_grad")
 _hooks = attrgetter("_backward_hooks")
-_late_hooks = attrgetter("_post_accumulate_grad_hooks")
+_state = attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 _DETACH = "detach outputs that are not trained on in the forward, or do not return them"
 Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -116,6 +117,8 @@ class Backward:
     _required: list[bool] = field(init=False)
     _separate: Executable | None = None
     _anchor: torch.Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
+    _anchor_node: torch.autograd.graph.Node | None = None
+    _wanted_by: dict[tuple[bool, ...], frozenset[int]] = field(default_factory=dict)
     _zeros: dict[int, torch.Tensor] = field(default_factory=dict)
     _left_out: dict[frozenset[int], frozenset[int]] = field(default_factory=dict)
     _latest: weakref.ref[_Pending] | None = None
@@ -231,12 +234,13 @@ class Backward:
 
     def require_unwritten(self, before: list[int]) -> None:
         """Raise InputError for a write in place since the versions were ``before``."""
-        for (name, _), was, now in zip(self.read, before, self.versions(), strict=True):
-            if was != now:
-                raise InputError(
-                    f"{name} was written between the forward and its backward, which reads it",
-                    fix="call backward() before optimizer.step(), and before other writes in place",
-                )
+        versions = self.versions()
+        if versions != before:
+            name = next(name for (name, _), was, now in zip(self.read, before, versions, strict=True) if was != now)
+            raise InputError(
+                f"{name} was written between the forward and its backward, which reads it",
+                fix="call backward() before optimizer.step(), and before other writes in place",
+            )
 
     def replay(
         self, given: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor], *, keep: bool
@@ -248,7 +252,7 @@ class Backward:
         """
         inputs = [one if one is not None else self._zero(at) for at, one in enumerate(given)]
         wanted = self._wanted(given)
-        hooked = self._hooked()
+        alone = self._trained_alone()
         without = self._calls_left_out(given, wanted)
         executable = None if without else self._replaying(keep)
         # On CUDA gradients always are the same memory: what is in use there would be overwritten.
@@ -266,7 +270,7 @@ class Backward:
             # What follows is the host's, while the device is busy.
             for at in self.borrowed:
                 found[at] = found[at].clone()
-            taken = self._taken(wanted.difference(hooked)) if self._everything_is_wanted() else frozenset[int]()
+            taken = wanted & alone if self._everything_is_wanted() else frozenset[int]()
             with ACCUMULATING:
                 accumulate(self.parameters, found, taken, aside)
         return [
@@ -284,21 +288,22 @@ class Backward:
 
     def _wanted(self, given: Sequence[torch.Tensor | None]) -> frozenset[int]:
         """Gradients, by position, that these gradients of the outputs reach."""
-        return frozenset[int]().union(*(self.reached[at] for at, one in enumerate(given) if one is not None))
+        present = tuple(one is not None for one in given)
+        if present not in self._wanted_by:
+            reached = (one for one, there in zip(self.reached, present, strict=True) if there)
+            self._wanted_by[present] = frozenset[int]().union(*reached)
+        return self._wanted_by[present]
 
-    def _hooked(self) -> frozenset[int]:
-        """Parameters, by position, with a hook that waits for their gradient."""
-        waiting = zip(map(_hooks, self.parameters), map(_late_hooks, self.parameters), strict=True)
-        return frozenset(at for at, (early, late) in enumerate(waiting) if early or late)
-
-    def _taken(self, wanted: Iterable[int]) -> frozenset[int]:
-        """Parameters whose gradients go into ``.grad`` without autograd."""
-        count = len(self.parameters)
-        return frozenset(at for at in wanted if at < count and self.parameters[at].requires_grad)
+    def _trained_alone(self) -> frozenset[int]:
+        """Parameters, by position, that require gradients, and have no hook that waits for them."""
+        states = map(_state, self.parameters)
+        return frozenset(at for at, (trained, early, late) in enumerate(states) if trained and not (early or late))
 
     def _everything_is_wanted(self) -> bool:
         """Whether this is ``backward()``, not a search for the gradients of some tensors."""
-        return bool(will_execute(torch.autograd.graph.get_gradient_edge(self._anchor).node))
+        if self._anchor_node is None:
+            self._anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
+        return bool(will_execute(self._anchor_node))
 
     def _calls_left_out(self, given: Sequence[torch.Tensor | None], wanted: Collection[int]) -> frozenset[int]:
         """Find the calls that lead only to outputs without a gradient: eager does not run them.
@@ -365,12 +370,12 @@ def _callers_stream_follows(device: torch.device) -> None:
 
     Autograd does so for gradients that it hands on itself.
     """
-    issued = torch.cuda.current_stream(device)
+    stream_id, index, kind = current_stream(device.index)
 
     def follow() -> None:
-        callers = torch.cuda.current_stream(device)
-        if callers != issued:
-            callers.wait_stream(issued)
+        if current_stream(index)[0] != stream_id:
+            issued = torch.cuda.Stream(stream_id=stream_id, device_index=index, device_type=kind)
+            torch.cuda.current_stream(device).wait_stream(issued)
 
     queue_callback(follow)
 

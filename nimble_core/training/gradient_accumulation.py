@@ -27,7 +27,8 @@ def set_aside(
 
     Returns copies by the position of their parameter. ``outputs`` holds the gradients of ``parameters`` first.
     """
-    used = [at for at, one in enumerate(map(_gradient, parameters)) if _same_memory(one, outputs[at])]
+    gradients = enumerate(map(_gradient, parameters))
+    used = [at for at, one in gradients if one is not None and _same_memory(one, outputs[at])]
     if not used:
         return {}
     with executable.paused():  # the last run, and what was added to its results, may be under way on another stream
@@ -68,8 +69,8 @@ def accumulate(
         parameters[at].grad = aside[at]
 
 
-def _same_memory(one: torch.Tensor | None, other: torch.Tensor) -> bool:
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether ``one`` is ``other``, or another view of it."""
-    if one is None or one is other:
-        return one is other
+    if one is other:
+        return True
     return type(one) is torch.Tensor and one.layout is torch.strided and one.data_ptr() == other.data_ptr()
