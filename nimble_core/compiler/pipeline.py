@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from nimble_core.compiler.attribution import attributed
+from nimble_core.compiler.fixed_memory import with_fixed_memory
 from nimble_core.compiler.inductor import compile_graph, provenance_in_code
 from nimble_core.compiler.passes.channels_last import (
     keep_strides,
@@ -192,7 +193,7 @@ def _lifted_step(recorded: Recorded, decisions: Decisions, *, compiled: bool) ->
 
 
 def _lifted(recorded: Recorded, decisions: Decisions, *, compiled: bool) -> fx.GraphModule:
-    module = lift(recorded.recording)
+    module = lift(with_fixed_memory(recorded.recording, recorded.signature.device))
     _keep_calls(module, decisions)
     if compiled:
         _refuse_opaque(module, recorded.recording.program)

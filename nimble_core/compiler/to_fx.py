@@ -24,6 +24,7 @@ from nimble_core.tracing.strides import laid_out, row_by_row
 
 __all__ = [
     "CALL_PREFIX",
+    "FIXED_PREFIX",
     "add_call",
     "arguments_of",
     "calls_of",
@@ -42,6 +43,9 @@ __all__ = [
 
 CALL_PREFIX = "eager_call_"
 """Nodes are named after their eager call: a compiler's comments then tell where its kernels come from."""
+
+FIXED_PREFIX = "fixed_"
+"""Attributes with numbers that the model makes and that nothing changes: see ``fixed_memory``."""
 
 _CALLS, _REF, _PINNED = "eager", "ref", "pinned"
 
@@ -278,7 +282,7 @@ def lift(recording: Recording) -> fx.GraphModule:
     """Make a GraphModule of a recording, from its input tensors to the tuple of its output tensors.
 
     Given tensors (parameters, buffers, constants) are attributes ``given_<slot>`` of the module: the very tensors, so
-    that the graph reads live weights.
+    that the graph reads live weights. What the model itself makes, and ``fixed_memory`` computed, is ``fixed_<slot>``.
 
     Raises:
         CaptureError: a result that cannot be told by its place.
@@ -294,8 +298,10 @@ def lift(recording: Recording) -> fx.GraphModule:
     for position, slot in enumerate(recording.inputs):
         lifting.take(slot, graph.placeholder(f"input_{position}"))
     for slot, tensor in recording.given.items():
-        module.register_buffer(f"given_{slot}", tensor)
-        lifting.take(slot, graph.get_attr(f"given_{slot}"))
+        made = recording.program.storages[recording.storage_of[slot]].role == "intermediate"
+        name = f"{FIXED_PREFIX if made else 'given_'}{slot}"
+        module.register_buffer(name, tensor)
+        lifting.take(slot, graph.get_attr(name))
     for position, step in enumerate(recording.steps):
         lifting.step(step, position)
     graph.output(tuple(lifting.filled(Slot(slot)) for slot in recording.outputs))

@@ -29,6 +29,7 @@ __all__ = [
     "is_view",
     "makes_memory_only",
     "masks_among",
+    "only_metadata",
     "overlaps_itself",
     "owned_tensors",
     "parts_of",
@@ -167,6 +168,7 @@ def view_form(func: Any) -> Any:
     return view if view is not None and view._schema.returns[0].alias_info is not None else None
 
 
+_LIKE = {"zeros_like", "ones_like", "full_like"}
 _FILLS = {
     "bernoulli_",
     "cauchy_",
@@ -210,6 +212,13 @@ def is_view(func: Any) -> bool:
 def makes_memory_only(func: Any) -> bool:
     """Whether ``func`` makes memory without content: ``empty`` and its like."""
     return bool(func._schema.name.startswith(("aten::empty", "aten::new_empty")))
+
+
+@cache
+def only_metadata(func: Any) -> bool:
+    """Whether ``func`` asks its first argument for its form, never for its numbers: ``new_zeros``, ``ones_like``."""
+    name = getattr(getattr(func, "_schema", None), "name", "").removeprefix("aten::")
+    return name in _LIKE or name.startswith(("new_", "empty_like"))
 
 
 @cache

@@ -15,7 +15,7 @@ from torch import fx
 
 from nimble_core.compiler.passes.conv_forms import padded_channels
 from nimble_core.compiler.passes.fold_batchnorm import narrowed, norm_scale, norm_shift, scaled_weight, shift_as
-from nimble_core.compiler.to_fx import add_call, drop_unused, graph_module, made_of, only_computes, pinned
+from nimble_core.compiler.to_fx import FIXED_PREFIX, add_call, drop_unused, graph_module, made_of, only_computes, pinned
 from nimble_core.tracing.folded_weights import Folded
 from nimble_core.tracing.operator_traits import is_view, overlaps_itself
 from nimble_core.tracing.strides import restrided
@@ -93,7 +93,8 @@ def _cut(module: fx.GraphModule, roots: Sequence[fx.Node]) -> tuple[fx.GraphModu
     for node in made_of(roots, module.graph):
         copies[node] = graph.node_copy(node, lambda one: copies[one])
     graph.output([copies[node] for node in roots])
-    sources = dict.fromkeys(str(node.target) for node in graph.nodes if node.op == "get_attr")
+    read = (str(node.target) for node in graph.nodes if node.op == "get_attr")
+    sources = dict.fromkeys(one for one in read if not one.startswith(FIXED_PREFIX))  # these never change
     return graph_module(module, graph), list(sources)
 
 
