@@ -189,6 +189,15 @@ def _replay(on: _Machine) -> _Answer:
     return _works(f"a model was prepared and replayed {where}, on {of}: equal to eager")
 
 
+def _checks(on: _Machine) -> _Answer:
+    from nimble_core.guards import unchanged
+
+    if unchanged.passes() is not unchanged.InPython:
+        return _works("each call looks through parameters and modules in a compiled pass")
+    why = "each call looks through parameters and modules in Python, which takes up to three times as long"
+    return "fallback", why, "apt install g++ python3-dev"
+
+
 def _profiler(on: _Machine) -> _Answer:
     torch = on.torch
     from nimble_core.utils.errors import DeviceError
@@ -380,6 +389,7 @@ CHECKS: tuple[tuple[str, str, bool, Callable[[_Machine], _Answer]], ...] = (
     ("Running", "torch", True, _torch),
     ("Running", "GPU and driver", False, _gpu),
     ("Running", "replay", True, _replay),
+    ("Running", "checks of calls", False, _checks),
     ("Running", "report files", True, partial(_package, "msgspec", "*.nimble is written, and read without torch")),
     ("Running", "terminal", True, partial(_package, "rich", "reports as text")),
     ("Measuring", "eager profile", False, _profiler),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from nimble_core.guards.unchanged import InPython
 from nimble_core.torch_compat.private import Private, all_entries
 from nimble_viz.cli.command import main
 from nimble_viz.cli.doctor import CHECKS, Diagnosis, Finding, examine
@@ -118,6 +119,12 @@ def test_packages_that_break_on_import(error: str) -> None:
     assert code == 1
     assert {found["torch"], found["report files"]} == {"broken"}
     assert {found["NVTX ranges"], found["graphviz dot"], found["statistics"]} == {"off"}
+
+
+def test_looks_at_parameters_in_python_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nimble_core.guards.unchanged._found", [InPython])
+    (found,) = (one for one in examine().findings if one.feature == "checks of calls")
+    assert (found.state, found.fix) == ("fallback", "apt install g++ python3-dev")
 
 
 def test_a_program_that_hangs_or_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
