@@ -42,7 +42,7 @@ from nimble_core.utils.files import cache_directory
 from nimble_core.utils.version import __version__
 from nimble_core.validation.judge import Judge
 
-__all__ = ["Tuned", "eager_peak", "tune"]
+__all__ = ["Tuned", "eager_peak", "kinds_tried", "tune"]
 
 Step = Callable[[str], AbstractContextManager[Any]]
 
@@ -137,7 +137,7 @@ def tune(
     owned = (one.nbytes for one in recorded.recording.program.storages if one.role in ("parameter", "buffer"))
     price = MemoryPrice(eager_nbytes, sum(owned), beside_nbytes, worth)
     trials, budget = Trials(options.strict), Budget(options.budget_s)
-    judge = Judge(device, recorded, truth=_kinds(device, options) != ("none",))
+    judge = Judge(device, recorded, truth=kinds_tried(device, options) != ("none",))
     run = _Tuning(device, recorded, options, step, judge, price, trials, budget)
     try:
         return run.tuned(measure_single)
@@ -174,7 +174,7 @@ class _Tuning:
     wrong: str = ""
 
     def tuned(self, measure_single: bool) -> Tuned:
-        kinds, trials = _kinds(self.device, self.options), self.trials
+        kinds, trials = kinds_tried(self.device, self.options), self.trials
         # A report shows what else was tried: it is made anew.
         recalled = len(kinds) > 1 and not measure_single and self._recalled()
         if not recalled:
@@ -458,7 +458,7 @@ class _Tuning:
         return best
 
 
-def _kinds(device: Device, options: Options) -> tuple[Fuse, ...]:
+def kinds_tried(device: Device, options: Options) -> tuple[Fuse, ...]:
     """Return whose kernels to try, in the order of what they cost to make."""
     if options.fuse != "auto":
         return (options.fuse,)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,13 +13,13 @@ import torch
 
 from nimble_core.algorithms.critical_path import critical_path
 from nimble_core.api.call_mistakes import mistakes_explained
-from nimble_core.autotune.autotune import tune
-from nimble_core.autotune.capture_pipeline import observe
+from nimble_core.autotune.autotune import kinds_tried, tune
+from nimble_core.autotune.capture_pipeline import capture, observe, schedule_by
 from nimble_core.ir.call_graph import predecessors
 from nimble_core.ir.candidates import Candidate, EqualityCheck, simplicity
 from nimble_core.ir.costs import Costs, uniform_costs
 from nimble_core.ir.environment import Environment
-from nimble_core.ir.measurement import Measurement, interleave, not_slower, ratio, undecided
+from nimble_core.ir.measurement import Measurement, Ratio, interleave, not_slower, ratio, undecided
 from nimble_core.ir.occupancy import Multiprocessors
 from nimble_core.ir.schedule import Schedule
 from nimble_core.ir.timeline import Timeline
@@ -51,6 +52,9 @@ __all__ = ["Comparison", "Findings", "dtype_of", "name_of"]
 
 _PATIENCE_S = 5.0
 """How long to go on measuring while a verdict is open."""
+
+_FIRST_LOOK_S = 2.0
+"""How long eager's own kernels are timed before others are compiled."""
 
 _LOOK_AROUND = 8
 """Rounds between two looks at what else runs on this machine."""
@@ -189,6 +193,9 @@ class Comparison:
     def _steps(self, progress: Progress) -> None:
         self._record(progress)
         self.findings.warnings += self._recorded.recording.program.notes
+        with self.eager.kept():
+            self.findings.warnings += filter(None, [self.eager.choose_mode()])
+            self._look_first(progress)
         with self.eager.kept(watched=0):
             self._prepare(progress)
         for take in (self._time, self._check, self._watch, self._profile):
@@ -218,6 +225,26 @@ class Comparison:
             from nimble_core.runtime.cuda.observing import multiprocessors
 
             self.findings.processors = multiprocessors(self.signature.device)
+
+    def _look_first(self, progress: Progress) -> None:
+        """Tell how fast a replay of eager's own kernels is, where kernels are compiled next, which takes a while."""
+        device, recorded = self.device, self._recorded
+        if recorded.whole or "inductor" not in kinds_tried(device, self.options):
+            return
+        with progress.step("first look"), suppress(NimbleError):  # what cannot be captured is told by the next step
+            single = capture(device, recorded, schedule_by(recorded, "single", None, None))
+            try:
+                taken = interleave(
+                    {"eager": self.eager.run, "replay": self.eager.rewound(self._replay(single))},
+                    clock_ns=device.clock_ns,
+                    synchronize=device.synchronize,
+                    patience_s=_FIRST_LOOK_S,
+                    open_names=lambda taken: () if ratio(taken["replay"], taken["eager"]).decided else taken,
+                    on_round=self._on_round(progress),
+                )
+            finally:
+                single.close()
+            progress.tell(_first_words(ratio(taken["replay"], taken["eager"])))
 
     def _prepare(self, progress: Progress) -> None:
         found = self.findings
@@ -250,7 +277,6 @@ class Comparison:
 
     def _time(self, progress: Progress) -> None:
         found = self.findings
-        found.warnings += filter(None, [self.eager.choose_mode()])
         self._prepare_peers(progress)
         runs: dict[str, Callable[[], object]] = {"eager": self.eager.run}
         if self.device.kind == "cpu" and torch.get_num_threads() > 1:
@@ -402,6 +428,16 @@ class Comparison:
                 found.warnings.append(f"eager could not be profiled: {error.what}")
             else:
                 found.timelines.insert(0, timeline)
+
+
+def _first_words(found: Ratio) -> str:
+    """Say what the first look gave.
+
+    >>> print(_first_words(Ratio("replay", "eager", 3.21, 3.1, 3.3)))
+    first look, eager's own kernels replayed: faster, 3.21x [3.10, 3.30]; compiling others
+    """
+    figures = f", {found.value:.2f}x [{found.low:.2f}, {found.high:.2f}]" if found.decided else ""
+    return f"first look, eager's own kernels replayed: {found.verdict}{figures}; compiling others"
 
 
 def _undecided(taken: Mapping[str, Measurement]) -> set[str]:

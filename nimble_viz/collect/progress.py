@@ -36,6 +36,7 @@ class Progress:
         self._clock = clock
         self._open: list[Step] = []
         self._seconds: dict[str, float] = {}
+        self._told = ""
 
     def __enter__(self) -> Self:
         return self
@@ -52,7 +53,7 @@ class Progress:
         """
         step = Step(name, self._clock())
         self._open.append(step)
-        self._show(name)
+        self._show(self._line(name))
         try:
             yield step
         finally:
@@ -61,18 +62,25 @@ class Progress:
             self._seconds[name] = self._seconds.get(name, 0.0) + took - step.inside
             if self._open:
                 self._open[-1].inside += took
-                self._show(self._open[-1].name)
+                self._show(self._line(self._open[-1].name))
 
     @property
     def steps(self) -> tuple[PrepareStep, ...]:
         """The steps that ended, in that order; steps of one name are one, with their seconds added."""
         return tuple(PrepareStep(name, taken) for name, taken in self._seconds.items())
 
+    def tell(self, text: str) -> None:
+        """Show ``text`` behind the names of steps from now on."""
+        self._told = text
+
     def advance(self, done: int, total: int) -> None:
         """Note that the step under way has done ``done`` of ``total`` pieces."""
 
     def finish(self) -> None:
         """Remove the display. May be called again, and after an exception."""
+
+    def _line(self, name: str) -> str:
+        return f"{name}; {self._told}" if self._told else name
 
     def _show(self, name: str) -> None:
         """Show that ``name`` is under way."""
@@ -97,6 +105,10 @@ class TerminalProgress(Progress):
             transient=True,
         )
         self._task = self._bars.add_task("", total=None, count="")
+
+    def tell(self, text: str) -> None:
+        """Write a line that stays, above the one that goes away."""
+        self._bars.console.print(text, markup=False, highlight=False)
 
     def advance(self, done: int, total: int) -> None:
         """Draw ``done`` of ``total``."""
@@ -130,7 +142,7 @@ class NotebookProgress(Progress):
         if self._clock() - self._shown < _REST_S:
             return
         name = self._open[-1].name if self._open else ""
-        self._show(f"{name} {done}/{total}")
+        self._show(self._line(f"{name} {done}/{total}"))
         time.sleep(_SENDING_S)
 
     def finish(self) -> None:

@@ -197,6 +197,32 @@ def test_sampling_goes_on_while_a_verdict_is_open(monkeypatch: pytest.MonkeyPatc
         assert max(rounds) <= most
 
 
+class Told(Progress):
+    """Keeps the names of steps and what was told, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def tell(self, text: str) -> None:
+        self.lines.append(text)
+
+    def _show(self, name: str) -> None:
+        self.lines.append(name)
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_a_first_verdict_comes_before_anything_is_compiled() -> None:
+    told = Told()
+    compare(Deep(), torch.randn(1, 8), options=Options(fuse="inductor", budget_s=60.0), progress=told)
+    (at,) = (at for at, line in enumerate(told.lines) if line.startswith("first look, eager's own kernels replayed: "))
+    assert "compile" not in told.lines[:at]
+    assert "compile" in told.lines[at:]
+    compare(Deep(), torch.randn(1, 8), options=Options(fuse="none", tune="off"), progress=(told := Told()))
+    assert not any("first look" in line for line in told.lines)
+
+
 def test_eager_is_measured_with_one_thread_too(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 

@@ -68,6 +68,29 @@ def test_the_terminal_shows_the_step_and_then_nothing() -> None:
     progress.finish()
 
 
+def test_what_is_told_stays_on_the_terminal_and_follows_steps_elsewhere() -> None:
+    screen = io.StringIO()
+    with TerminalProgress(Console(file=screen, force_terminal=True, width=80)) as progress:
+        with progress.step("record"):
+            progress.tell("three times [as fast]")
+        with progress.step("compile"):
+            pass
+    assert screen.getvalue().count("three times [as fast]") == 1
+
+    lines: list[str] = []
+
+    class Shown(Progress):
+        def _show(self, name: str) -> None:
+            lines.append(name)
+
+    with Shown() as progress:
+        progress.tell("twice as fast")
+        with progress.step("compile"):
+            pass
+    assert lines == ["compile; twice as fast"]
+    assert progress.steps[0].name == "compile"
+
+
 @pytest.mark.parametrize(("terminal", "kind"), [(False, Progress), (True, TerminalProgress)])
 def test_shown_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch, terminal: bool, kind: type[Progress]) -> None:
     screen = io.StringIO()
