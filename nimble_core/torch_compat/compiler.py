@@ -5,7 +5,9 @@ from __future__ import annotations
 from nimble_core.torch_compat.private import private
 
 __all__ = [
+    "AUTOTUNER_BENCH",
     "AUTOTUNER_RUN",
+    "BENCHMARKER",
     "CODE_COMMENT",
     "COUNTERS",
     "DECOMPOSED",
@@ -62,6 +64,16 @@ AUTOTUNER_RUN = private(
     "torch._inductor.runtime.triton_heuristics:CachingAutotuner.run",
     "see Inductor's Triton kernels where they are launched",
     needs="triton",
+)
+_FORMS = "choose between the forms of a Triton kernel by what they take in a replay"
+AUTOTUNER_BENCH = private(
+    "torch._inductor.runtime.triton_heuristics:CachingAutotuner.bench",
+    _FORMS,
+    "Inductor chooses by single launches",
+    needs="triton",
+)
+BENCHMARKER = private(
+    "torch._inductor.runtime.triton_heuristics:benchmarker", _FORMS, AUTOTUNER_BENCH.without, needs="triton"
 )
 TRITON_RUN = private(
     "triton.runtime.jit:JITFunction.run",

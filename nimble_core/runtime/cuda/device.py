@@ -22,6 +22,7 @@ from nimble_core.runtime.cuda.allocation_trace import CaptureCounter, allocation
 from nimble_core.runtime.cuda.capturing import Lanes, capture_on, errors_explained, fork, join, retry_with_room
 from nimble_core.runtime.cuda.executable import CudaExecutable
 from nimble_core.runtime.cuda.graph_nodes import CaptureProbe, linked, links_change, read_graph, zeroed_at_once
+from nimble_core.runtime.cuda.kernel_forms import forms_timed
 from nimble_core.runtime.cuda.memory import CudaArena, places_memory
 from nimble_core.runtime.cuda.observing import observe_replays
 from nimble_core.runtime.device import Executable, PlacementError, Timed
@@ -89,7 +90,7 @@ class CudaDevice:
 
     def warm_up(self, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Run as it is: this loads kernels, creates library handles, lets cuDNN choose if it is asked to."""
-        with capturing, errors_explained():
+        with capturing, errors_explained(), forms_timed(self.device, self._time_ns):
             rehearse(model, args, kwargs)
             self.synchronize()
 
