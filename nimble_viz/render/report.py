@@ -118,9 +118,14 @@ class Report(ReportData):
         """
         return brief(self)
 
-    def to_text(self, width: int | None = None) -> str:
-        """Return this report as plain text, ``width`` columns wide (60 to 200; None: the terminal's)."""
-        return plain_text(self, width)
+    def to_text(self, width: int | None = None, *, full: bool = False) -> str:
+        """Return this report as plain text: its first screen in twelve lines, or with ``full`` all of it.
+
+        It is ``width`` columns wide (60 to 200; None: the terminal's), and twelve lines long from 80 on.
+        """
+        return plain_text(self, width, full=full)
+
+    __str__ = to_text
 
     def figure(self, kind: str = "speed") -> Figure:
         """Draw one view as a plain plotly figure, to restyle and to put into other notebooks and pages.
