@@ -21,7 +21,8 @@ def assert_first_screen(found: dict[str, Any]) -> None:
     for at, one in enumerate(tiles):
         assert pane["left"] <= one["left"] < one["right"] <= pane["right"]
         for other in tiles[at + 1 :]:
-            assert other["left"] >= one["right"] or other["top"] >= one["bottom"]
+            beside = other["left"] >= one["right"] or one["left"] >= other["right"]
+            assert beside or other["top"] >= one["bottom"] or one["top"] >= other["bottom"]
     assert max(one["bottom"] for one in tiles) <= picture["top"] < picture["bottom"] <= pane["bottom"]
     assert not found["sideways"]
     assert found["colours"] > 4

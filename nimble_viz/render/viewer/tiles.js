@@ -3,10 +3,10 @@ import { el, roundTime } from "./tools.js";
 
 /** Code with a button that copies it; where a page may not, the code is selected instead. */
 function pasteable(code) {
-  const text = el("textarea", { class: "nv-paste", readonly: true, rows: code.split("\n").length, "aria-label": "Code to paste", wrap: "off" }, code);
+  const text = el("pre", { class: "nv-paste", tabindex: 0, "aria-label": "Code to paste" }, code);
   const copy = async () => {
     let done = await navigator.clipboard?.writeText(code).then(() => true, () => false);
-    if (!done) { text.focus(); text.select(); done = document.execCommand("copy"); }
+    if (!done) { getSelection().selectAllChildren(text); done = document.execCommand("copy"); }
     button.textContent = done ? "Copied" : "Press Ctrl+C";
   };
   const button = el("button", { class: "nv-plain nv-copy", type: "button", onclick: copy }, "Copy");
@@ -41,9 +41,9 @@ export function buildTiles(app) {
 /** Both runs, lane by lane; a click opens the timeline. */
 function buildPicture(app, { runs: shown, note }) {
   const { runs, theme, streamFill, surface, show, showTip } = app, box = el("section", { class: "nv-card nv-wide nv-picture" });
-  const drawn = shown.map((one) => ({ ...one, line: runs.find((run) => run.run === one.run) })), tall = (lanes) => (lanes > 12 ? 3 : lanes > 4 ? 5 : 9);
+  const drawn = shown.map((one) => ({ ...one, line: runs.find((run) => run.run === one.run) })), tall = (lanes) => (lanes > 12 ? 2 : lanes > 4 ? 5 : 9), step = (lanes) => tall(lanes) + (lanes > 12 ? 0.5 : 2);
   const lanesOf = ({ line }) => { const used = [...new Set(line.lane)].sort((a, b) => a - b); return used.length ? used : [0]; };
-  const heightOf = (one) => Math.max(lanesOf(one).length * (tall(lanesOf(one).length) + 2), 16), extent = Math.max(...drawn.map((one) => one.ns), 1), top = 6, apart = 12;
+  const heightOf = (one) => Math.max(lanesOf(one).length * step(lanesOf(one).length), 16), extent = Math.max(...drawn.map((one) => one.ns), 1), top = 6, apart = 12;
   box.append(el("h2", null, drawn.length > 1 ? "Eager above the prepared run, on one time axis" : drawn.length ? `${drawn[0].label[0].toUpperCase()}${drawn[0].label.slice(1)}, on a time axis` : "Timeline", el("span", null, note)));
   if (!drawn.length) return box;
   const height = top + drawn.reduce((sum, one) => sum + heightOf(one) + apart, 0) + 14;
@@ -52,7 +52,7 @@ function buildPicture(app, { runs: shown, note }) {
     let y = top;
     paint.font = `12px ${sans}`; paint.textBaseline = "middle";
     for (const one of drawn) {
-      const { line } = one, lanes = lanesOf(one), thick = tall(lanes.length), high = heightOf(one), place = new Map(lanes.map((lane, k) => [lane, y + k * (thick + 2)]));
+      const { line } = one, lanes = lanesOf(one), thick = tall(lanes.length), high = heightOf(one), place = new Map(lanes.map((lane, k) => [lane, y + k * step(lanes.length)]));
       paint.fillStyle = theme.value("text"); paint.textAlign = "left"; paint.fillText(one.label, 0, y + high / 2, left - 8); paint.fillText(one.text, at(one.ns) + 7, y + high / 2);
       paint.fillStyle = theme.value("idle");
       for (const start of place.values()) paint.fillRect(left, start, Math.max(at(one.ns) - left, 1.5), thick);

@@ -134,7 +134,7 @@ def test_a_profile_shows_its_bound_and_says_what_it_has_not(opened):
     shown = opened(page(profile_report()))
     now = " ".join(shown.page.inner_text(".nv-tile-now").split())
     assert "host-bound host 51.8% 518 µs device 26.2% 262 µs input 22.0% 220 µs" in now
-    assert "from nimble_viz import compare" in shown.page.input_value(".nv-tile-prepared textarea")
+    assert "from nimble_viz import compare" in shown.page.inner_text(".nv-tile-prepared pre")
     text = shown.page.inner_text("#nv-pane-summary")
     for part in (
         "What was profiled",
