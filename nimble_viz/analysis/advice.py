@@ -130,27 +130,11 @@ def advice_data(report: ReportData) -> dict[str, Any] | None:
     found = advice(report)
     if not (found.replay or found.changes):
         return None
+    split = found.replay
     return {
-        "changes": [
-            {"what": one.what, "gain": one.gain, "ns": one.gain_ns, "basis": one.basis, "why": one.why}
-            for one in found.changes
-        ],
-        "replay": _split_data(report, found.replay),
+        "changes": [{"what": one.what, "gain": one.gain, "why": one.why} for one in found.changes],
+        "replay": split and {"run": label_run(report, split.run), "rows": share_rows(split.rows), "note": split.note},
     }
-
-
-def _split_data(report: ReportData, split: Split | None) -> dict[str, Any] | None:
-    if split is None:
-        return None
-    return {
-        "run": label_run(report, split.run),
-        "rows": share_rows(split.rows),
-        "total": format_ns(split.total_ns),
-        "note": split.note,
-    }
-
-
-# What iterations are made of.
 
 
 def _watched(report: ReportData, run: str) -> Breakdown | None:

@@ -13,7 +13,7 @@ from nimble_core.utils.units import format_count, format_ns, format_percent, for
 from nimble_viz.analysis.advice import advice_data, best_run
 from nimble_viz.analysis.candidates import candidates
 from nimble_viz.analysis.compared import beaten, others, over_one_stream
-from nimble_viz.analysis.concurrency import graph_width, observed, what_if
+from nimble_viz.analysis.concurrency import graph_width, observed
 from nimble_viz.analysis.disturbance import disturbances, why_undecided
 from nimble_viz.analysis.labels import (
     about,
@@ -80,7 +80,6 @@ def summary(report: ReportData) -> dict[str, Any]:
         "candidates": candidates(report),
         "plans": [_plan(report, plan) for plan in report.schedules],
         "width": graph_width(report.graph)[1],
-        "what_if": what_if(report),
         "facts": _facts(report),
         "environment": _environment(report),
         "memory": memory(report),

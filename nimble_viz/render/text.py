@@ -298,7 +298,7 @@ def _ends(row: dict[str, Any]) -> str:
 
 
 def _concurrency(tables: dict[str, Any]) -> list[RenderableType]:
-    """Say the width, what ran side by side, and how many streams are worth it."""
+    """Say the width, and what ran side by side."""
     what = "calls" if tables["host"] else "kernels"
     rows = [("Width of the DAG", tables["width"])]
     for row in tables["plans"]:
@@ -307,17 +307,7 @@ def _concurrency(tables: dict[str, Any]) -> list[RenderableType]:
         doubt = "" if seen is None or seen["reliable"] else " (unreliable)"
         rows.append((row["label"], f"{plural(row['streams'], 'stream')} planned{found}{doubt}"))
     width = note("width: the most calls of which none must wait for another; no schedule has more calls in flight")
-    body: list[RenderableType] = [pairs(rows), width]
-    asked = tables["what_if"]
-    if asked:
-        body += [words(""), words(f"How many streams are worth it? {asked['answer']}")]
-        cells = []
-        for row in asked["rows"]:
-            style = "green" if row["enough"] else ""
-            cells.append([words(cell, style) for cell in (format_count(row["streams"]), row["text"], row["over"])])
-        body.append(make_table((("streams", "r"), ("simulated", "r"), ("over one stream", "r")), cells))
-        body.append(note(asked["note"]))
-    return body
+    return [pairs(rows), width]
 
 
 def _timelines(lines: Sequence[dict[str, Any]], chosen: dict[str, Any], axis: str) -> list[RenderableType]:
