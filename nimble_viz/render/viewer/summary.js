@@ -1,4 +1,5 @@
 /* Summary: the first screen; below it speeds, checks, plans, limit, environment. */
+import { buildIcicle } from "./icicle.js";
 import { buildTiles } from "./tiles.js";
 import { card, count, definitions, el, table } from "./tools.js";
 
@@ -69,7 +70,7 @@ export function buildSummary(node, app) {
     !facts.profiled && card("Speed", true,
       el("p", null, facts.speed.length > 0 && `Every ratio: ${facts.context}. Medians of runs taken in turn; above 1x is faster; the 99.5% interval below a ratio alone decides. Distance to the limit: how many times as long a replay takes as the ${facts.limit ? `limit that no schedule of its calls can beat, here ${facts.limit.text} (${facts.limit.bound})` : "longest path of isolated calls, which no schedule can beat"}.`),
       facts.speed.length ? el("div", { class: "nv-speed" }, table([["Run"], [""], ["Median", 1], ["Spread", 1], ["Over eager", 1], ["Over one-stream", 1], ["Distance to the limit", 1], ["Samples", 1]], speed)) : el("p", null, facts.planned ? "This is a plan: nothing was run, so nothing was measured." : "Nothing was measured.")),
-    facts.computing && card("What computes", true, ...computes(facts.computing)),
+    facts.computing && card("What computes", true, app.cost?.call.length > 0 && buildIcicle(app), ...computes(facts.computing)),
     facts.warnings.length > 0 && card(`Before you believe a figure (${facts.warnings.length})`, true, el("ul", { class: "nv-list" }, facts.warnings.map((text) => el("li", null, text)))),
     phased && card(facts.profiled ? "One iteration by phase" : "The training step by phase", true, ...(facts.profiled ? hostPhases(facts.phases) : byPhase(facts.phases))),
     facts.peers.length > 0 && card("Against peers", true, ...rivals(facts.peers)),

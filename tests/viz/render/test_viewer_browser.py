@@ -321,6 +321,31 @@ def test_modules_hold_what_is_in_them(opened):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("make", [fused_report, lambda: sample_report(60, device="cpu")])
+def test_an_icicle_leads_from_a_module_down_to_a_call(opened, make):
+    report = make()
+    shown = opened(page(report))
+    shown.page.click("#nv-tab-overhead")
+    ice = shown.page.locator("#nv-pane-overhead .nv-ice button")
+    roots = [row.path.partition(".")[0] for row in module_tree(report)]
+    assert ice.nth(1).get_attribute("aria-label").partition(".")[0] in roots
+    kinds = {one.partition("-ice-")[2] for one in ice.evaluate_all("nodes => nodes.map((node) => node.className)")}
+    gpu = report.environment.device == "cuda"
+    assert kinds == ({"module", "operator", "kernel"} if gpu else {"module", "operator"})
+    last = shown.page.locator("#nv-pane-overhead .nv-ice-operator").first
+    name = last.get_attribute("aria-label")
+    last.click()
+    wide = shown.page.locator(f"#nv-pane-overhead .nv-ice-operator[aria-label='{name}']").first.bounding_box()
+    assert wide["width"] == pytest.approx(ice.first.bounding_box()["width"], abs=2)
+    marked = shown.page.evaluate("nimbleViewer.marked()")["eager"]
+    assert marked
+    assert {report.eager_calls[call].label for call in marked} == {name}
+    shown.page.click("#nv-pane-overhead .nv-icicle >> text=Host time")
+    assert shown.page.get_attribute("#nv-pane-overhead .nv-icicle button:has-text('Host')", "aria-pressed") == "true"
+    assert shown.troubles == []
+
+
+@pytest.mark.slow
 def test_calls_of_the_optimizer_are_not_put_down_to_the_model_itself(opened):
     report = training_report()
     calls = tuple(replace(call, origins=()) if call.phase == "optimizer" else call for call in report.program.calls)
