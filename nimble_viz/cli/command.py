@@ -216,8 +216,10 @@ def _diff(given: argparse.Namespace) -> int:
     from nimble_viz.render.report import load
 
     with _files():
-        found = load(given.old).diff(load(given.new))
-    _answer(found, given.json)
+        old, new = load(given.old), load(given.new)
+        if given.html is not None:
+            new.to_html(given.html, before=old)
+    _answer(old.diff(new), given.json)
     return 0
 
 
@@ -382,6 +384,7 @@ def _add_annotate(parser: argparse.ArgumentParser) -> None:
 def _add_diff(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("old", type=Path, metavar="OLD")
     parser.add_argument("new", type=Path, metavar="NEW")
+    _add_html(parser)
     _add_json(parser)
 
 

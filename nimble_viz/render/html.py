@@ -67,15 +67,15 @@ parent.postMessage("nimbleTheme?", "*");
 })()</script>""")
 
 
-def page(report: ReportData, pane: str = "summary") -> str:
-    """Return an HTML document that shows all views, ``pane`` first; it opens from a file, offline."""
+def page(report: ReportData, pane: str = "summary", before: ReportData | None = None) -> str:
+    """Return an HTML document that shows all views, ``pane`` first, and ``before``; it opens from a file, offline."""
     template = Template(asset("template.html"))
     return template.substitute(
         title=html.escape(f"{report.model} – nimble_viz"),
         style=asset("viewer.css"),
         script=joined("page.js"),
         plain=html.escape(plain_text(report, _WIDTH, full=True)),
-        data=b64encode(packed(report)).decode(),
+        data=b64encode(packed(report, before)).decode(),
         pane=html.escape(pane),
     )
 
@@ -102,9 +102,9 @@ def still(report: ReportData) -> str:
     return f'<div class="nimble-still"><p><em>{words}</em></p>{fragment(report)}</div>{_INSTEAD}'
 
 
-def packed(report: ReportData) -> bytes:
+def packed(report: ReportData, before: ReportData | None = None) -> bytes:
     """Return what the viewer draws: JSON, gzipped."""
-    return _gzip(json.dumps(view_data(report), separators=(",", ":"), ensure_ascii=False, allow_nan=False))
+    return _gzip(json.dumps(view_data(report, before), separators=(",", ":"), ensure_ascii=False, allow_nan=False))
 
 
 def _gzip(text: str) -> bytes:

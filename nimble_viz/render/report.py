@@ -58,9 +58,12 @@ class Report(ReportData):
         """
         return file.save(self, path)
 
-    def to_html(self, path: str | os.PathLike[str]) -> Path:
-        """Write one self-contained page with all views to ``path``, as ``save`` does; raise OSError if that fails."""
-        return write_file(path, page(self).encode())
+    def to_html(self, path: str | os.PathLike[str], before: ReportData | None = None) -> Path:
+        """Write one self-contained page with all views to ``path``, as ``save`` does; raise OSError if that fails.
+
+        With ``before``, an earlier report, its replay is drawn on the same axis, and what got slower since in red.
+        """
+        return write_file(path, page(self, before=before).encode())
 
     def export(self, path: str | os.PathLike[str], format: str | None = None) -> Path:
         """Write this report to ``path`` for other tools.

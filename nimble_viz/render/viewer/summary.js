@@ -67,6 +67,8 @@ export function buildSummary(node, app) {
   });
   const steps = facts.preparation, most = Math.max(...steps.map((step) => step.ns), 1);
   node.append(...buildTiles(app), el("div", { class: "nv-grid" },
+    data.before && card("What got slower", true, el("p", null, `${data.before.text}. Calls whose time alone grew beyond what both vary by, most first; red in the picture above and in the timeline.`),
+      data.before.slower.length > 0 && table([["Call"], ["Before", 1], ["Now", 1], ["Times", 1]], data.before.slower.slice(0, 12).map((row) => el("tr", null, el("td", null, app.callLink(row.call)), number(row.old), number(row.new), number(row.ratio))))),
     !facts.profiled && card("Speed", true,
       el("p", null, facts.speed.length > 0 && `Every ratio: ${facts.context}. Medians of runs taken in turn; above 1x is faster; the 99.5% interval below a ratio alone decides. Distance to the limit: how many times as long a replay takes as the ${facts.limit ? `limit that no schedule of its calls can beat, here ${facts.limit.text} (${facts.limit.bound})` : "longest path of isolated calls, which no schedule can beat"}.`),
       facts.speed.length ? el("div", { class: "nv-speed" }, table([["Run"], [""], ["Median", 1], ["Spread", 1], ["Over eager", 1], ["Over one-stream", 1], ["Distance to the limit", 1], ["Samples", 1]], speed)) : el("p", null, facts.planned ? "This is a plan: nothing was run, so nothing was measured." : "Nothing was measured.")),

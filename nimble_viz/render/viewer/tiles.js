@@ -40,7 +40,7 @@ export function buildTiles(app) {
 
 /** Both runs, lane by lane; a click opens the timeline. */
 function buildPicture(app, { runs: shown, note }) {
-  const { runs, theme, streamFill, surface, show, showTip } = app, box = el("section", { class: "nv-card nv-wide nv-picture" });
+  const { runs, slower, theme, streamFill, surface, show, showTip } = app, box = el("section", { class: "nv-card nv-wide nv-picture" });
   const drawn = shown.map((one) => ({ ...one, line: runs.find((run) => run.run === one.run) })), tall = (lanes) => (lanes > 12 ? 2 : lanes > 4 ? 5 : 9), step = (lanes) => tall(lanes) + (lanes > 12 ? 0.5 : 2);
   const lanesOf = ({ line }) => { const used = [...new Set(line.lane)].sort((a, b) => a - b); return used.length ? used : [0]; };
   const heightOf = (one) => Math.max(lanesOf(one).length * step(lanesOf(one).length), 16), extent = Math.max(...drawn.map((one) => one.ns), 1), top = 6, apart = 12;
@@ -58,7 +58,7 @@ function buildPicture(app, { runs: shown, note }) {
       for (const start of place.values()) paint.fillRect(left, start, Math.max(at(one.ns) - left, 1.5), thick);
       line.start.forEach((start, span) => {
         const lane = line.lane[span], { kind } = line.lanes[lane], from = at(start * one.scale);
-        paint.fillStyle = kind === "host" && one.run === "eager" ? theme.value("remainder") : one.run === "eager" ? theme.value("work") : streamFill(paint, lane);
+        paint.fillStyle = kind === "host" && one.run === "eager" ? theme.value("remainder") : one.run === "eager" ? theme.value("work") : slower.has(line.call[span]) && one.run !== "before" ? theme.value("bad") : streamFill(paint, lane);
         paint.fillRect(from, place.get(lane), Math.max(line.length[span] * one.scale * (room / extent), 0.6), thick);
       });
       y += high + apart;
