@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
 
 if TYPE_CHECKING:
     from nimble_viz import Report
@@ -40,7 +38,6 @@ def main() -> int:
     console.print()
     console.print("[bold]2. An NVIDIA H200:[/] GoogLeNet, recorded there and opened here.")
     show(load(RECORDED), "report-h200.html", console)
-    console.print("   inductor: compiled kernels; critical_path: how calls spread over streams.")
     console.print()
     console.print("Open both pages in a browser; each is one file. Next, with a model of yours:")
     for command in ("compare yours.py:factory --html yours.html", "profile --html train.html train.py", "doctor"):
@@ -49,19 +46,10 @@ def main() -> int:
 
 
 def show(report: Report, page: str, console: Console) -> None:
-    """Print the verdict and the times of ``report``, and write its page."""
-    from nimble_core.utils.units import format_ns
-    from nimble_viz.analysis.labels import label_run, ratio_figures
-    from nimble_viz.analysis.summary import verdict
-
-    console.print(Padding(verdict(report), (0, 3)), highlight=False)
-    table = Table("run", "median", "over eager", box=None, padding=(0, 3), highlight=False)
-    for taken in report.measurements:
-        over = "" if taken.name == "eager" else " ".join(ratio_figures(report.ratio(taken.name, baseline="eager")))
-        table.add_row(label_run(report, taken.name), format_ns(taken.median_ns), over)
-    console.print(table)
+    """Print the first screen of ``report``, and write its page."""
+    console.print(report)
     report.to_html(page)
-    console.print(f"   Page: {Path(page).absolute()}", highlight=False, soft_wrap=True)
+    console.print(f"Page: {Path(page).absolute()}", highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

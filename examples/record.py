@@ -21,7 +21,7 @@ from benchmarks.models import example
 from examples import models
 from nimble_core import Options
 from nimble_viz import Report, compare
-from nimble_viz.analysis.summary import verdict
+from nimble_viz.analysis.tiles import verdict
 
 PEERS = ("cuda-graph", "compile:reduce-overhead")
 

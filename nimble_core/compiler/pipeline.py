@@ -319,7 +319,7 @@ def _require_same_results(kind: str, made: Recording, recorded: Recorded) -> Non
     """
     if made.unseen:
         raise CaptureError(
-            f"{made.unseen} launches of the {kind} kernels belong to no call that was seen",
+            f"{made.unseen} launches of the {kind} kernels come from no call that was seen",
             where=made.unseen_where,
             fix='Options(fuse="none")',
         )

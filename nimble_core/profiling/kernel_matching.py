@@ -184,7 +184,7 @@ def _doubt(check: SelfCheck) -> str:
     if check.seen != check.expected or not check.expected:
         found.append(f"{check.seen} of {check.expected} nodes seen in every replay")
     if check.unexpected:
-        found.append(f"{check.unexpected} kernels or copies belong to no node")
+        found.append(f"{check.unexpected} kernels or copies match no node")
     return "; ".join(found)
 
 

@@ -3,7 +3,7 @@
 Three launchers are known: Inductor's for its Triton kernels (``CachingAutotuner.run``), Triton's own for kernels that
 users write (``JITFunction.run``), and the functions that Inductor compiles for the host. Buffers and views that
 Inductor's code makes past the dispatcher go through it here, so that they are seen as well. A launcher that is not
-known shows on CUDA as graph nodes that belong to no call. A kernel of the user's that may reach memory beside that of
+known shows on CUDA as graph nodes that come from no call. A kernel of the user's that may reach memory beside that of
 the tensors it is given is told of: there is nothing to find its hazards by.
 """
 

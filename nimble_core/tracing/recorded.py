@@ -301,7 +301,7 @@ def record_static(
             recording = replace(recording, asks=second.asks)
         if recording.unseen and strict:
             if device.kind == "cuda":
-                what = f"{recording.unseen} launches belong to no call that was seen"
+                what = f"{recording.unseen} launches come from no call that was seen"
                 done = "captures the module as a whole, on one stream"
             else:
                 what = f"{_OUT_OF_SIGHT}, which a replay does not repeat"
@@ -422,7 +422,7 @@ def whole_note(device: Records, recorded: Recorded) -> str:
     """Say why the model is not replayed call by call, and what is done instead."""
     recording = recorded.recording
     if device.kind == "cuda":
-        done, why = "captured as a whole, on one stream", f"{recording.unseen} launches belong to no call that was seen"
+        done, why = "captured as a whole, on one stream", f"{recording.unseen} launches come from no call that was seen"
     else:
         done, why = "called as it is", _OUT_OF_SIGHT
     return f"the model is {done}: {why} ({recording.unseen_where})"

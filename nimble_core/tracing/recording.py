@@ -119,7 +119,7 @@ class Recording:
         outputs: slot of each output tensor.
         output_structure: what is around the outputs.
         written_inputs: positions of inputs that the model writes in place.
-        unseen: launches seen in the recording capture that belong to no call, on the host memory that was written and
+        unseen: launches seen in the recording capture that come from no call, on the host memory that was written and
             values that were computed by no call: the Program is incomplete.
         unseen_where: where they were, in words.
         refs: the window that each slot's tensor is, by slot.

@@ -8,16 +8,30 @@ from typing import Any, Literal
 
 from nimble_core.ir.costs import limit_ns
 from nimble_core.utils.units import format_ns, format_percent
-from nimble_viz.analysis.labels import about, doubt_of, label_run, planned, plural, ratio_words, share_rows
+from nimble_viz.analysis.labels import (
+    about,
+    doubt_of,
+    explained,
+    label_run,
+    planned,
+    plural,
+    ratio_words,
+    share_rows,
+    split_plan,
+    trains,
+)
 from nimble_viz.analysis.limit import Breakdown, breakdown
 from nimble_viz.analysis.provenance import is_layout_copy
 from nimble_viz.analysis.work import CallWork, call_work
-from nimble_viz.report.data import EAGER_ALONE, OverheadProfile, ReportData
+from nimble_viz.report.data import EAGER_ALONE, ReportData
 
-__all__ = ["Advice", "Basis", "Change", "Split", "advice", "advice_data", "best_run"]
+__all__ = ["PREPARE", "Advice", "Basis", "Change", "Split", "advice", "advice_data", "best_run"]
 
 Basis = Literal["measured", "bound"]
 """Measured in the same rounds, or the most that it can be, were its cause gone."""
+
+PREPARE = "from nimble_core import Nimble\nnet = "
+"""How code to paste begins that prepares a model."""
 
 _EAGER = {"eager": "stay with eager", EAGER_ALONE: "stay with eager, on one thread (torch.set_num_threads(1))"}
 _COPIES = frozenset({"copy_", "clone", "_to_copy", "_foreach_copy_", "memcpy"})
@@ -43,7 +57,10 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Something to do next, and what it gains off ``of_ns``, which ``run`` takes now; as measured, or at most."""
+    """Something to do next, and what it gains off ``of_ns``, which ``run`` takes now; as measured, or at most.
+
+    ``code`` does it, where that can be written down for any model.
+    """
 
     what: str
     run: str
@@ -52,6 +69,7 @@ class Change:
     basis: Basis
     why: str
     per_sample: bool = False
+    code: str = ""
 
     @property
     def share(self) -> float:
@@ -61,16 +79,20 @@ class Change:
     @property
     def gain(self) -> str:
         """In words: ``"at most 41.0 µs of 120 µs (34.2%, bound)"``."""
+        return f"{self.saves[:-1]}, {self.basis})"
+
+    @property
+    def saves(self) -> str:
+        """The same without its basis: ``"at most 41.0 µs of 120 µs (34.2%)"``."""
         about = {"measured": "", "bound": "at most "}[self.basis]
         whole = f"{format_ns(self.of_ns)}{' for each sample' if self.per_sample else ''}"
-        return f"{about}{format_ns(self.gain_ns)} of {whole} ({format_percent(self.share)}, {self.basis})"
+        return f"{about}{format_ns(self.gain_ns)} of {whole} ({format_percent(self.share)})"
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What the profiled eager run and the watched replay are made of, and changes; larger batches come last."""
+    """What the watched replay is made of, and changes; larger batches come last."""
 
-    eager: Split | None
     replay: Split | None
     changes: tuple[Change, ...]
 
@@ -92,14 +114,12 @@ def best_run(report: ReportData) -> str:
 def advice(report: ReportData) -> Advice:
     """Say where the time of ``report`` goes and what would help next. O(calls + edges + spans)."""
     if planned(report):
-        return Advice(None, None, ())
+        return Advice(None, ())
     run = best_run(report)
     found = _watched(report, run)
-    eager = _eager(report, report.overhead) if report.overhead else None
     changes = list(_of_replay(report, run, found) if run else _of_eager(report))
     worth = [one for one in changes if one.share >= _LEAST]
     return Advice(
-        eager,
         _replay(report, run, found) if found else None,
         tuple(sorted(worth, key=lambda one: (one.per_sample, -one.gain_ns))),
     )
@@ -108,55 +128,13 @@ def advice(report: ReportData) -> Advice:
 def advice_data(report: ReportData) -> dict[str, Any] | None:
     """Return ``advice`` as plain data; None where there is nothing to say."""
     found = advice(report)
-    if not (found.eager or found.replay or found.changes):
+    if not (found.replay or found.changes):
         return None
-    first = found.first
+    split = found.replay
     return {
-        "sentence": f"{first.what} ({label_run(report, first.run)}): {first.gain}" if first else "",
-        "why": first.why if first else "",
-        "changes": [
-            {"what": one.what, "gain": one.gain, "ns": one.gain_ns, "basis": one.basis, "why": one.why}
-            for one in found.changes
-        ],
-        "eager": _split_data(report, found.eager),
-        "replay": _split_data(report, found.replay),
+        "changes": [{"what": one.what, "gain": one.gain, "why": one.why} for one in found.changes],
+        "replay": split and {"run": label_run(report, split.run), "rows": share_rows(split.rows), "note": split.note},
     }
-
-
-def _split_data(report: ReportData, split: Split | None) -> dict[str, Any] | None:
-    if split is None:
-        return None
-    return {
-        "run": label_run(report, split.run),
-        "rows": share_rows(split.rows),
-        "total": format_ns(split.total_ns),
-        "note": split.note,
-    }
-
-
-# What iterations are made of.
-
-
-def _eager(report: ReportData, profile: OverheadProfile) -> Split:
-    def summed(part: str) -> float:
-        return float(sum(getattr(row, f"{part}_ns") for row in profile.calls))
-
-    parts = [
-        ("python", summed("python"), "Python and module code between calls"),
-        ("dispatch", summed("dispatch"), "dispatcher, autograd, shapes and arguments"),
-        ("allocation", summed("allocation"), "memory for results, as far as events show it"),
-        ("launch", summed("launch"), "putting kernels on the GPU"),
-        ("tail", summed("tail"), "the dispatcher after the last launch"),
-        *([("work", summed("work"), "the operators' own computing")] if _on_host(report) else []),
-        ("waiting", profile.waiting_ns, "the host waits for the device"),
-        ("loader", profile.loader_ns, "the host waits for the data loader"),
-        ("remainder", profile.remainder_ns, "attributed to no call"),
-    ]
-    note = f"host time of one iteration, measured by {profile.source}"
-    if profile.unprofiled_ns:
-        note += "; without the profiler it takes "
-        note += about(format_ns(profile.unprofiled_ns), doubt_of(report.measurement("eager")))
-    return Split("eager", tuple(part for part in parts if part[1]), note)
 
 
 def _watched(report: ReportData, run: str) -> Breakdown | None:
@@ -224,22 +202,34 @@ def _of_eager(report: ReportData) -> Iterator[Change]:
     host = _on_host(report)
     basis = "seen under the profiler" + (", scaled to a run without" if scale < 1 else "")
 
-    def change(what: str, ns: float, why: str) -> Change:
-        return Change(what, "eager", min(ns * scale, now), now, "bound", f"{why}, {basis}")
+    def change(what: str, ns: float, why: str, code: str) -> Change:
+        return Change(what, "eager", min(ns * scale, now), now, "bound", f"{why}, {basis}", code=code)
 
     exposed = sum(row.exposed_ns for row in profile.calls)
+    trained = any(one.phase == "backward" for one in profile.phases)
     yield change(
-        "prepare the model with Nimble, so that calls are replayed", exposed, "overhead while the device is idle"
+        "prepare the model with Nimble, so that calls are replayed",
+        exposed,
+        "overhead while the device is idle",
+        f"{PREPARE}Nimble(model).prepare({'x, training=True' if trained else '*args'})",
     )
     loader = report.sampling.loader_ns / scale if report.sampling and report.sampling.loader_ns >= 0 else 0.0
-    yield change("load data ahead (more workers, pinned memory)", loader or profile.loader_ns, "waits for the loader")
+    yield change(
+        "load data ahead (more workers, pinned memory)",
+        loader or profile.loader_ns,
+        "waits for the loader",
+        "from torch.utils.data import DataLoader\nloader = DataLoader(dataset, 32, num_workers=4, pin_memory=True)",
+    )
     idle = profile.profiled_ns - profile.device_busy_ns
     waits = sum(one.total_ns for one in profile.host_syncs)
     if waits and not host:
         most = max(profile.host_syncs, key=lambda one: one.total_ns)
         at = f" ({most.kind} at {most.source})" if most.source else f" ({most.kind})"
         yield change(
-            f"do not make the host wait in the iteration{at}", min(waits, idle), "waits, as far as the device idles"
+            f"do not make the host wait in the iteration{at}",
+            min(waits, idle),
+            "waits, as far as the device idles",
+            "losses.append(loss.detach())  # in the loop\nprint(torch.stack(losses).mean().item())  # after it",
         )
 
 
@@ -292,9 +282,23 @@ def _faster_runs(report: ReportData, run: str, now: float) -> Iterator[Change]:
         check = checks.get(other.name)
         right = other.name in _EAGER or (check is not None and check.passed)
         if other.name != run and right and over and over.verdict == "faster":
-            what = _EAGER.get(other.name, f"run {label_run(report, other.name)} instead")
-            why = f"{ratio_words(over, label_run(report, run))} in the same rounds"
-            yield Change(what, run, now * (1 - 1 / over.value), now, "measured", why)
+            what = _EAGER.get(other.name, f"run {explained(report, other.name) or other.name} instead")
+            why = f"{ratio_words(over, 'the chosen plan')} in the same rounds"
+            code = _code_of(report, other.name)
+            yield Change(what, run, now * (1 - 1 / over.value), now, "measured", why, code=code)
+
+
+def _code_of(report: ReportData, name: str) -> str:
+    """Write how to run as this run of a report did; empty if nothing is to be done, or it is not a line."""
+    if name == EAGER_ALONE:
+        return "torch.set_num_threads(1)"
+    if report.schedule(name):
+        fuse, policy = split_plan(name)
+        options, given = f"fuse={fuse!r}, policy={policy.partition(',')[0]!r}", "x, training=True" * trains(report)
+        made = f"net = Nimble(model, Options({options})).prepare({given or '*args'})"
+        return f"from nimble_core import Nimble, Options\n{made}"
+    kind, _, mode = name.removesuffix("+freezing").partition(":")
+    return f"model = torch.compile(model{f', mode={mode!r}' if mode else ''})" * (kind == "compile")
 
 
 def _other_kernels(

@@ -8,8 +8,8 @@ from typing import Any, Literal
 from nimble_viz.analysis.advice import advice
 from nimble_viz.analysis.labels import label_run, shortened
 from nimble_viz.analysis.overhead import computing, grouped
-from nimble_viz.analysis.phases import profiled
-from nimble_viz.analysis.summary import headline
+from nimble_viz.analysis.phases import spent
+from nimble_viz.analysis.tiles import verdict
 from nimble_viz.report.data import ReportData
 
 __all__ = ["brief"]
@@ -25,13 +25,13 @@ def brief(report: ReportData) -> dict[str, Any]:
 
     At most 12 kB. ``docs/report-format.md`` describes each key.
     """
-    found, head = profiled(report), headline(report)
+    found = spent(report)
     return {
         "schema": _SCHEMA,
         "model": _cut(report.model),
         "device": _cut(report.environment.device_name),
         "complete": report.complete,
-        "verdict": head["lead"] + head["rest"],
+        "verdict": verdict(report),
         "bound": found["bound"] if found else None,
         "spent": {row["name"]: _us(row["ns"]) for row in found["rows"]} if found else None,
         "chosen": report.chosen,

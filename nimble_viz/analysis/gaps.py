@@ -49,7 +49,7 @@ class Gap:
 
     Args:
         lane: the stream.
-        call: whose kernel began late; None for one that belongs to no call.
+        call: whose kernel began late; None for one of no call.
         awaited: the call that ended last of those that ``call`` had to wait for; ``call`` itself between two of its
             kernels; None where ``call`` is.
         start_ns: when the stream fell idle, the start of the replay before its first call.

@@ -13,9 +13,9 @@ from xml.etree import ElementTree
 from nimble_core.ir.measurement import ACROSS, Measurement
 from nimble_core.utils.errors import InputError
 from nimble_core.utils.units import format_bytes, format_count, format_ratio
+from nimble_viz.analysis.compared import unshown
 from nimble_viz.analysis.diff import beside_eager, environment_changes, host_sync_count, json_value, processes
 from nimble_viz.analysis.labels import context, interval_text, label_plan, label_run, trains
-from nimble_viz.analysis.summary import unshown
 from nimble_viz.report.data import ReportData
 
 __all__ = ["EXIT_CODES", "GateData", "Outcome", "Rules", "Verdict", "judge"]

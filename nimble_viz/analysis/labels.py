@@ -14,32 +14,11 @@ from nimble_core.utils.units import format_count, format_ns, format_percent, for
 from nimble_viz.report.data import ReportData
 
 __all__ = [
-    "INTERVAL",
-    "about",
-    "common_module",
-    "context",
-    "doubt_of",
-    "error_text",
-    "interval_text",
-    "label_call",
-    "label_operators",
-    "label_plan",
-    "label_run",
-    "one_stream",
-    "planned",
-    "plural",
-    "ratio_cell",
-    "ratio_figures",
-    "ratio_sentence",
-    "ratio_words",
-    "share_rows",
-    "shortened",
-    "source_of",
-    "spanned_modules",
-    "split_plan",
-    "trains",
-    "visible",
-]
+    "INTERVAL", "about", "common_module", "context", "doubt_of", "error_text", "explained", "interval_text",
+    "label_call", "label_operators", "label_plan", "label_run", "one_stream", "planned", "plural", "ratio_cell",
+    "ratio_figures", "ratio_parts", "ratio_sentence", "ratio_words", "share_rows", "shortened", "source_of",
+    "spanned_modules", "split_plan", "trains", "visible",
+]  # fmt: skip
 
 _FEWEST = 5
 """Of fewer samples quartiles mean nothing."""
@@ -47,7 +26,16 @@ _FEWEST = 5
 INTERVAL = "above 1x is faster; in brackets the 99.5% interval, which alone decides"
 """What a table of ratios says below it."""
 
-_FUSED = ("library", "inductor")
+_KERNELS = {"none": "", "library": "library ", "inductor": "compiled "}
+_FUSED = tuple(_KERNELS)[1:]
+_POLICIES = {
+    "nimble": "as few waits as full concurrency allows",
+    "critical_path": "longest remaining path first",
+    "contention": "longest path first, with regard to calls that slow each other down",
+    "opara": "heavy and light calls in turn",
+    "torchsched": "the longest path on a stream of its own",
+}
+"""What a policy does, wherever its name stands alone."""
 _UNNAMED = ("an unnamed CPU", "an unnamed GPU")
 _MOST_OPERATORS = 4
 _MOST_MEMBERS = 3
@@ -121,6 +109,25 @@ def label_run(report: ReportData, name: str) -> str:
     if fuse != "none":
         return f"{run} ({fuse})"
     return f"{run} (unfused)" if report.eager is not None else run
+
+
+def explained(report: ReportData, name: str) -> str:
+    """Say what a replay runs, and where its policy's name stands, what that policy does.
+
+    ``"81 compiled calls for 195 of eager on 3 streams, longest remaining path first (critical_path)"``.
+    """
+    plan = report.schedule(name)
+    if plan is None:
+        return ""
+    fuse, policy = split_plan(name)
+    calls = f"{format_count(len(report.program.calls))} {_KERNELS[fuse]}calls"
+    if report.eager is not None:
+        calls += f" for {format_count(len(report.eager.calls))} of eager"
+    if plan.streams < 2:
+        return f"{calls} on one stream"
+    policy = policy.partition(",")[0]
+    how = f", {_POLICIES[policy]} ({policy})" if policy in _POLICIES else f", by the policy {policy}"
+    return f"{calls} on {plan.streams} streams{how}"
 
 
 def one_stream(name: str) -> str:
@@ -250,21 +257,19 @@ def ratio_words(ratio: Ratio, baseline: str = "", note: str = "") -> str:
     no difference from eager (0.99x to 1.01x)
     undecided against eager (too few samples)
     """
+    words, interval = ratio_parts(ratio)
+    joined = {"no difference": "from", "undecided": "against"}.get(ratio.verdict, "than")
+    return f"{words} {joined} {baseline or ratio.baseline} ({interval}{note and '; '}{note})"
+
+
+def ratio_parts(ratio: Ratio) -> tuple[str, str]:
+    """Say a verdict and its interval, ``("1.80x faster", "1.76x to 1.85x")``; what is slower is turned over."""
     value, low, high = ratio.value, ratio.low, ratio.high
     if ratio.verdict == "slower":
         value, low, high = 1 / value, 1 / high, 1 / low if low else math.inf
-    words = {
-        "faster": f"{format_ratio(value)} faster than",
-        "slower": f"{format_ratio(value)} slower than",
-        "no difference": "no difference from",
-        "undecided": "undecided against",
-    }[ratio.verdict]
-    interval = (
-        f"{format_ratio(low)} to {format_ratio(high)}"
-        if ratio.low > 0 and math.isfinite(ratio.high)
-        else "too few samples"
-    )
-    return f"{words} {baseline or ratio.baseline} ({interval}{note and '; '}{note})"
+    known = ratio.low > 0 and math.isfinite(ratio.high)
+    words = f"{format_ratio(value)} {ratio.verdict}" if ratio.verdict in ("faster", "slower") else ratio.verdict
+    return words, f"{format_ratio(low)} to {format_ratio(high)}" if known else "too few samples"
 
 
 def ratio_sentence(subject: str, ratio: Ratio, baseline: str = "", note: str = "") -> str:

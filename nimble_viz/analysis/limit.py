@@ -1,8 +1,7 @@
-"""How far a replay is from its limit, and which part of the distance is due to what."""
+"""How far a replay is from its limit, and what it is made of along the calls that took longest."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -11,23 +10,11 @@ from nimble_core.ir.call_graph import CallGraph, predecessors
 from nimble_core.ir.costs import Costs, limit_ns
 from nimble_core.ir.schedule import Schedule, stream_neighbours
 from nimble_core.ir.timeline import Timeline
-from nimble_core.utils.units import format_ns, format_percent, format_ratio
+from nimble_core.utils.units import format_ns, format_ratio
 from nimble_viz.analysis.labels import about, doubt_of
 from nimble_viz.report.data import ReportData
 
-__all__ = ["EXPLAINED_ABOVE", "Breakdown", "breakdown", "chain_that_ran", "distance", "distance_doubt", "ends", "limit"]
-
-EXPLAINED_ABOVE = 1.3
-"""A replay that is longer than so many times its limit, beyond what both vary by, is explained."""
-
-_MEANING = {
-    "contention": "calls that run beside others take longer than alone",
-    "slowdown": "calls one after another take longer than when each was timed by itself",
-    "gaps": "the device idles between calls that follow each other on a stream",
-    "waits": "the device idles until a call on another stream has been waited for",
-    "order": "calls queue behind independent calls on their stream",
-    "launch": "wall time before the first and after the last call: launch of the whole, inputs, outputs",
-}
+__all__ = ["Breakdown", "breakdown", "chain_that_ran", "distance", "distance_doubt", "ends", "limit"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,31 +66,16 @@ def distance_doubt(report: ReportData, run: str) -> float:
 
 
 def limit(report: ReportData, run: str) -> dict[str, Any] | None:
-    """Return the limit of ``run``, its distance and, if that is large, what it is due to; None if unknown."""
-    far, plan, taken = distance(report, run), report.schedule(run), report.measurement(run)
-    if far is None or plan is None or taken is None:
+    """Return the limit of ``run`` and its distance from it; None if unknown."""
+    far = distance(report, run)
+    if far is None:
         return None
-    bound, doubt = limit_ns(report.costs, report.critical_path_ns), distance_doubt(report, run)
-    resources = bound > report.critical_path_ns
-    line = report.timeline(run)
-    watched = line is not None and line.reliable  # where kernels are missing, nothing can be said about the gaps
-    vary = doubt_of(taken)
-    found = breakdown(report.graph, plan, report.costs, line, taken.median_ns, vary) if line and watched else None
-    longer, above = "slowdown" if plan.streams == 1 else "contention", taken.median_ns - bound
-    parts = _parts(found, bound, above, longer) if found else []
+    bound = limit_ns(report.costs, report.critical_path_ns)
     return {
         "ns": bound,
         "text": format_ns(bound),
-        "bound": "SM time of all calls over SMs" if resources else "critical path",
-        "short": "SM-time limit" if resources else "critical path",
-        "distance": far,
-        "over": about(format_ratio(far), doubt),
-        "parts": [
-            {"name": name, "ns": ns, "text": format_ns(ns), "meaning": _MEANING[name]} for name, ns in parts if ns > 0
-        ],
-        "sentence": _sentence(about(format_ratio(far), doubt), above, parts, found)
-        if far > EXPLAINED_ABOVE * (1 + doubt)
-        else "",
+        "bound": "SM time of all calls over SMs" if bound > report.critical_path_ns else "critical path",
+        "over": about(format_ratio(far), distance_doubt(report, run)),
     }
 
 
@@ -176,36 +148,3 @@ def ends(line: Timeline) -> dict[int, float]:
         if span.call is not None:
             end[span.call] = max(end.get(span.call, span.end_ns), span.end_ns)
     return end
-
-
-def _parts(found: Breakdown, bound: float, above: float, longer: str) -> list[tuple[str, float]]:
-    """Split the time ``above`` the limit, largest part first; ``longer`` names what makes calls take longer.
-
-    Where resources bind, the chain's isolated time is below the limit: so much contention no schedule can avoid.
-    """
-    order = found.alone - bound
-    parts = {
-        longer: found.contention + min(order, 0.0),
-        "order": max(min(order, above), 0.0),
-        "gaps": found.gaps,
-        "waits": found.waits,
-        "launch": found.launch,
-    }
-    return sorted(parts.items(), key=lambda part: -part[1])
-
-
-def _sentence(far: str, above: float, parts: Sequence[tuple[str, float]], found: Breakdown | None) -> str:
-    head = f"{far} of the limit, {format_ns(above)} above it"
-    total = sum(ns for _, ns in parts if ns > 0)
-    if found is None or not total:
-        return f"{head}; the replay was not watched, or not all of it, so it is not known why"
-    shown = [(name, ns) for name, ns in parts if ns >= 0.1 * total] or list(parts[:1])
-    named = []
-    for name, ns in shown:
-        note = _MEANING[name]
-        if name in ("contention", "slowdown") and found.alone:
-            ratio = about(format_ratio(1 + found.contention / found.alone), found.doubt)
-            how = "side by side" if name == "contention" else "one after another"
-            note = f"calls {how} take {ratio} of their time alone"
-        named.append(f"{name} {format_percent(ns / total)} ({note})")
-    return f"{head}: {', '.join(named)}"

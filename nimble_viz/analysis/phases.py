@@ -11,10 +11,19 @@ from nimble_core.ir.program import Call
 from nimble_core.ir.schedule import Schedule
 from nimble_core.ir.timeline import Timeline
 from nimble_core.utils.units import format_count, format_ns, format_percent
-from nimble_viz.analysis.labels import about, doubt_of, label_run, plural, trains
-from nimble_viz.report.data import STAGES, ReportData, Stage
+from nimble_viz.analysis.labels import label_run, plural, trains
+from nimble_viz.report.data import STAGES, Bound, ReportData, Stage
 
-__all__ = ["ABSENT", "BOUNDS", "PHASES", "phase_syncs", "phases", "profiled", "profiled_verdict", "span_phases"]
+__all__ = [
+    "ABSENT",
+    "BOUNDS",
+    "PHASES",
+    "phase_syncs",
+    "phases",
+    "profiled",
+    "span_phases",
+    "spent",
+]
 
 PHASES = STAGES
 """In the order in which a step runs them."""
@@ -179,17 +188,16 @@ ABSENT = (
 """Views that need an engine, and why a profile has none of them."""
 
 
-def profiled(report: ReportData) -> dict[str, Any] | None:
-    """Say what an iteration is spent on and bound by, and what is absent; None if this is no profile.
+def spent(report: ReportData) -> dict[str, Any] | None:
+    """Say what an eager iteration is spent on and bound by; None where eager was not profiled.
 
     Shares are of an iteration without the profiler where such were timed, else of the profiled one. Of the former the
     loader's wait was timed; a GPU's work is what the profiler saw, and the rest is the host's; without a GPU the rest
     is split as under the profiler.
     """
-    taken = report.sampling
-    if taken is None:
-        return None
     ns, basis = _spent(report)
+    if report.sampling is None and not any(ns.values()):
+        return None
     total = sum(ns.values()) or 1.0
     most = max(ns, key=lambda key: ns[key])
     host = report.environment.device != "cuda"
@@ -203,6 +211,15 @@ def profiled(report: ReportData) -> dict[str, Any] | None:
         }
         for key in BOUNDS
     ]
+    verdict = "compute-bound" if host and most == "device" else BOUNDS[most][0]
+    return {"bound": most, "verdict": verdict, "basis": basis, "rows": rows}
+
+
+def profiled(report: ReportData) -> dict[str, Any] | None:
+    """Return ``spent``, how iterations were looked at, and what is absent; None if this is no profile."""
+    taken, found = report.sampling, spent(report)
+    if taken is None or found is None:
+        return None
     facts = [
         ("What was profiled", taken.subject),
         ("One iteration is", taken.iteration),
@@ -215,47 +232,16 @@ def profiled(report: ReportData) -> dict[str, Any] | None:
         facts.append(("Without the profiler", f"{format_ns(timed.median_ns)}, spread {format_percent(timed.spread)}"))
     if taken.loader_ns >= 0:
         facts.append(("Wait for the data loader, without the profiler", format_ns(taken.loader_ns)))
-    return {
-        "bound": most,
-        "verdict": "compute-bound" if host and most == "device" else BOUNDS[most][0],
-        "basis": basis,
-        "rows": rows,
-        "facts": facts,
-        "absent": [{"what": what, "why": why} for what, why in ABSENT],
-    }
-
-
-def profiled_verdict(report: ReportData) -> str:
-    """Say in one sentence how long an iteration takes and what it is bound by."""
-    found, taken = profiled(report), report.sampling
-    if found is None or taken is None:
-        return ""
-    profile, timed = report.overhead, report.measurement("eager")
-    if timed:
-        length = about(format_ns(timed.median_ns), doubt_of(timed))
-        length += f" (median of {plural(taken.timed, 'iteration')}, without the profiler)"
-    else:
-        length = f"{format_ns(profile.profiled_ns if profile else 0.0)} under the profiler"
-    shares = {row["name"]: f"{row['share']} ({row['text']})" for row in found["rows"]}
-    work = "the device at work" if report.environment.device == "cuda" else "computing"
-    what = {"input": "input", "device": work, "host": "the host's own"}
-    order = sorted(shares, key=lambda name: name != found["bound"])
-    spent = ", ".join(f"{shares[name]} {what[name]}" for name in order)
-    doubts = [f"unstable ({warning})" for warning in (timed.warnings[:1] if timed else ())]
-    syncs = sum(sync.count for sync in profile.host_syncs) if profile else 0
-    if syncs and report.environment.device == "cuda":
-        doubts.append(f"the host is made to wait {'once' if syncs == 1 else f'{syncs:,} times'} an iteration")
-    return "; ".join([f"{taken.iteration} takes {length}", f"{found['verdict']}: {spent}", *doubts]) + "."
+    return {**found, "facts": facts, "absent": [{"what": what, "why": why} for what, why in ABSENT]}
 
 
 def _spent(report: ReportData) -> tuple[dict[str, float], str]:
-    taken, timed = report.sampling, report.measurement("eager")
-    assert taken is not None
-    bound = taken.bound
-    if timed is None or timed.median_ns <= 0:
-        return {"input": bound.input_ns, "device": bound.device_ns, "host": bound.host_ns}, "of the profiled iteration"
+    taken, timed, bound = report.sampling, report.measurement("eager"), _bound(report)
+    if timed is None or timed.median_ns <= 0 or bound is None:
+        parts = (bound.input_ns, bound.device_ns, bound.host_ns) if bound else (0.0, 0.0, 0.0)
+        return dict(zip(BOUNDS, parts, strict=True)), "of the profiled iteration"
     total, loader = timed.median_ns, bound.input_ns
-    if taken.loader_ns >= 0 and report.overhead is not None:
+    if taken is not None and taken.loader_ns >= 0 and report.overhead is not None:
         waited = sum(one.host_ns for one in report.overhead.phases if one.phase == "loader")
         loader = taken.loader_ns + max(0.0, bound.input_ns - waited)
     fed = min(loader, total)
@@ -263,6 +249,18 @@ def _spent(report: ReportData) -> tuple[dict[str, float], str]:
     if report.environment.device != "cuda":  # the profiler slows what it sees there, and operators are part of it
         busy = (total - fed) * bound.device_ns / ((bound.device_ns + bound.host_ns) or 1.0)
     return {"input": fed, "device": busy, "host": total - fed - busy}, "of an iteration without the profiler"
+
+
+def _bound(report: ReportData) -> Bound | None:
+    """Return what the profiled iteration was spent on, also where ``compare`` profiled it."""
+    profile = report.overhead
+    if report.sampling is not None:
+        return report.sampling.bound
+    if profile is None or profile.profiled_ns <= 0:
+        return None
+    fed = min(profile.loader_ns, profile.profiled_ns)
+    busy = min(profile.device_busy_ns, profile.profiled_ns - fed)
+    return Bound(fed, busy, profile.profiled_ns - fed - busy)
 
 
 def _meaning(key: str, host: bool) -> str:

@@ -18,7 +18,7 @@ from nimble_viz.analysis.overhead import IDLE
 from nimble_viz.analysis.phases import span_phases
 from nimble_viz.report.data import ReportData
 
-__all__ = ["DISTORTION_BOUND", "axis_note", "device_idle", "distorted", "distortion", "timelines"]
+__all__ = ["DISTORTION_BOUND", "axis_note", "device_idle", "distorted", "distortion", "shown_timeline", "timelines"]
 
 DISTORTION_BOUND = 1.2
 """A profiled run so many times longer or shorter than the unprofiled one, beyond what that varies by, is distorted."""
@@ -32,10 +32,11 @@ def timelines(report: ReportData) -> list[dict[str, Any]]:
     A replay that failed its self-check has no gaps: where kernels are missing, nothing can be said about the time
     between them.
     """
-    return [_shown(report, line) for line in sorted(report.timelines, key=lambda line: line.run != "eager")]
+    return [shown_timeline(report, line) for line in sorted(report.timelines, key=lambda line: line.run != "eager")]
 
 
-def _shown(report: ReportData, line: Timeline) -> dict[str, Any]:
+def shown_timeline(report: ReportData, line: Timeline) -> dict[str, Any]:
+    """Describe one timeline."""
     length, found = _drawn(line), replay_gaps(report, line)
     order = sorted(
         range(len(line.spans)), key=lambda at: (line.spans[at].start_ns, line.spans[at].lane, line.spans[at].end_ns)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nimble_core.ir.program import Call, Program, TensorRef
+from nimble_viz.analysis.beside import beside
 from nimble_viz.analysis.dag import dag
 from nimble_viz.analysis.labels import label_call, shortened
 from nimble_viz.analysis.live_memory import live_memory
@@ -24,8 +25,8 @@ __all__ = ["view_data"]
 _LONGEST_ARGUMENTS = 240
 
 
-def view_data(report: ReportData) -> dict[str, Any]:
-    """Everything the viewer draws, ready for ``json.dumps``.
+def view_data(report: ReportData, before: ReportData | None = None) -> dict[str, Any]:
+    """Everything the viewer draws, ready for ``json.dumps``; with what there was ``before``, if that is given.
 
     A table says where in ``columns`` each of its columns lies: what several tables hold is there once.
 
@@ -40,7 +41,11 @@ def view_data(report: ReportData) -> dict[str, Any]:
     profile = overhead(report)
     if profile:
         profile["columns"] = table(profile["columns"])
-    lines = timelines(report)
+    lines, since, tables = timelines(report), before and beside(before, report), summary(report)
+    if since:
+        lines += [since.pop("line")] if since["line"] else []
+        tables["tiles"]["picture"]["runs"] += [since["run"]] if since["run"] else []
+        tables["tiles"]["prepared"]["lines"].insert(0, since["text"])
     for line in lines:
         for columns in ("columns", "gaps"):
             line[columns] = table(line[columns])
@@ -55,7 +60,8 @@ def view_data(report: ReportData) -> dict[str, Any]:
         {"policy": plan["policy"], "label": plan["label"], "columns": table(plan["columns"])} for plan in graph["plans"]
     ]
     return {
-        "summary": summary(report),
+        "summary": tables,
+        "before": since,
         "calls": table(_calls(report)),
         "work": table(work(report)),
         "eager": table(_eager(report.eager)) if report.eager is not None else None,

@@ -11,12 +11,14 @@ from nimble_core.scheduling.policies import POLICIES
 from nimble_core.scheduling.simulator import H200, simulate
 from nimble_core.utils.errors import InputError
 from nimble_core.utils.units import format_count, format_ns, format_ratio
-from nimble_viz.analysis.concurrency import MOST_CALLS
 from nimble_viz.analysis.labels import label_run, plural
 from nimble_viz.analysis.timeline import timelines
 from nimble_viz.report.data import ReportData
 
 __all__ = ["Simulated", "no_simulation", "simulate_plan"]
+
+MOST_CALLS = 5_000
+"""Larger graphs are not simulated: an answer should come at once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,8 @@ from nimble_viz.cli.factory import TRAINING_FACTORY, made_by
 from nimble_viz.collect.sampler import Counts
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from nimble_viz.render.diagnosis import Diagnosis
     from nimble_viz.render.report import Report
     from nimble_viz.render.verdicts import Difference, Gate
@@ -145,7 +147,7 @@ def _deliver(report: Report, save: Path | None, html: Path | None, given: argpar
         if html is not None:
             report.to_html(html)
     if not given.quiet:
-        _summarise(report, given.json)
+        _summarise(report, given)
     if not report.complete:
         _warn("interrupted" if save is None else f"interrupted; what was measured is in {save}")
 
@@ -166,15 +168,17 @@ def _show(given: argparse.Namespace) -> int:
         report = load(given.file)
         if given.html is not None:
             report.to_html(given.html)
-    _summarise(report, given.json)
+    _summarise(report, given)
     return 0
 
 
-def _summarise(report: Report, as_json: bool) -> None:
-    if as_json:
+def _summarise(report: Report, given: argparse.Namespace) -> None:
+    if given.json:
         _say(json.dumps(report.summary(), ensure_ascii=False))
     else:
-        _print(report)
+        from nimble_viz.render.text import report_text
+
+        _print(report_text(report, full=given.full))
 
 
 def _export(given: argparse.Namespace) -> int:
@@ -212,8 +216,10 @@ def _diff(given: argparse.Namespace) -> int:
     from nimble_viz.render.report import load
 
     with _files():
-        found = load(given.old).diff(load(given.new))
-    _answer(found, given.json)
+        old, new = load(given.old), load(given.new)
+        if given.html is not None:
+            new.to_html(given.html, before=old)
+    _answer(old.diff(new), given.json)
     return 0
 
 
@@ -266,7 +272,7 @@ def _answer(found: Difference | Gate | Diagnosis, as_json: bool) -> None:
         _print(found)
 
 
-def _print(content: Report | Difference | Gate | Diagnosis) -> None:
+def _print(content: RenderableType) -> None:
     from rich.console import Console
 
     from nimble_viz.render.text import MAX_WIDTH, MIN_WIDTH, plain
@@ -346,7 +352,7 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
 def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE")
     _add_html(parser)
-    _add_json(parser)
+    _add_full(parser)
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
@@ -378,6 +384,7 @@ def _add_annotate(parser: argparse.ArgumentParser) -> None:
 def _add_diff(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("old", type=Path, metavar="OLD")
     parser.add_argument("new", type=Path, metavar="NEW")
+    _add_html(parser)
     _add_json(parser)
 
 
@@ -410,6 +417,11 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
     _add_html(parser)
     parser.add_argument("--save", type=Path, metavar="PATH", help="write the report (.nimble)")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    _add_full(parser)
+
+
+def _add_full(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--full", action="store_true", help="print everything, not only the first twelve lines")
     _add_json(parser)
 
 

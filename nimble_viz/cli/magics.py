@@ -28,7 +28,7 @@ from nimble_core.scheduling.policies import POLICIES
 from nimble_core.utils.errors import InputError, NimbleError
 from nimble_core.utils.interrupts import interrupts_postponed
 from nimble_core.utils.units import format_percent
-from nimble_viz.analysis.phases import profiled_verdict
+from nimble_viz.analysis.tiles import verdict
 from nimble_viz.cli.arguments import Expression, comparing, complete, keywords, option_values, profiling, split
 from nimble_viz.collect.progress import default_progress
 from nimble_viz.collect.sampler import Counts
@@ -185,7 +185,7 @@ class _Magic:
                 why = str(error) if isinstance(error, NimbleError) else f"{type(error).__name__}: {error}"
             else:
                 share = format_percent(call.seconds / calls.seconds)
-                print(f"The cell: {profiled_verdict(run.report)}")
+                print(f"The cell: {verdict(run.report)}")
                 print(f"Captured: the call of {call.text}, {share} of the cell's time. The report is of this call:")
                 return report
         if given.capture:

@@ -308,7 +308,7 @@ def _doubts(matched: MatchedTrace, unprofiled_ns: float) -> Iterator[str]:
 
 
 def _unattributed(matched: MatchedTrace, stretches: Iterable[_Stretch], last: int) -> Iterator[str]:
-    """Warn if too much host time after the last call, and outside the optimizer, belongs to no call."""
+    """Warn if too much host time after the last call, and outside the optimizer, is not attributed to any."""
     trace = matched.trace
     known = [(start, end) for name, start, end in trace.phases if name == "optimizer"]
     lost = 0
@@ -317,7 +317,7 @@ def _unattributed(matched: MatchedTrace, stretches: Iterable[_Stretch], last: in
         if stretch.cause not in _WAITS and end > start:
             lost += end - start - sum(max(0, min(end, until) - max(start, since)) for since, until in known)
     if lost > REMAINDER_BOUND * trace.length_ns:
-        where = "come after its last call and belong to none" if matched.program.calls else "belong to no call"
+        where = "come after its last call" if matched.program.calls else "are not attributed to any call"
         yield f"{format_ns(lost)} of the profiled iteration ({format_percent(lost / trace.length_ns)}) {where}"
 
 

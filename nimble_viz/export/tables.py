@@ -78,7 +78,7 @@ def make_table(report: ReportData, kind: str) -> Table:
             ``"candidates"``: plans that were tried. ``"measurements"``: wall times; ``"samples"``: each sample of
             them. ``"peers"``: other ways to run the model. ``"overhead"``: eager's host time by eager call;
             ``"modules"``: by module, each with everything in it; ``"phases"``: by phase of a training step.
-            ``"split"``: what the replay and the eager run are made of; ``"advice"``: what would help next.
+            ``"split"``: what the replay is made of; ``"advice"``: what would help next.
 
     Raises:
         InputError: no such kind.
@@ -337,7 +337,7 @@ def _phases(report: ReportData) -> _Columns:
 
 def _split(report: ReportData) -> _Columns:
     found = advice(report)
-    rows = [(split, name, ns) for split in (found.eager, found.replay) if split for name, ns, _ in split.rows]
+    rows = [(split, name, ns) for split in (found.replay,) if split for name, ns, _ in split.rows]
     return {
         "run": (str, [split.run for split, _, _ in rows]),
         "part": (str, [name for _, name, _ in rows]),

@@ -67,21 +67,21 @@ parent.postMessage("nimbleTheme?", "*");
 })()</script>""")
 
 
-def page(report: ReportData, pane: str = "summary") -> str:
-    """Return an HTML document that shows all views, ``pane`` first; it opens from a file, offline."""
+def page(report: ReportData, pane: str = "summary", before: ReportData | None = None) -> str:
+    """Return an HTML document that shows all views, ``pane`` first, and ``before``; it opens from a file, offline."""
     template = Template(asset("template.html"))
     return template.substitute(
         title=html.escape(f"{report.model} – nimble_viz"),
         style=asset("viewer.css"),
         script=joined("page.js"),
-        plain=html.escape(plain_text(report, _WIDTH)),
-        data=b64encode(packed(report)).decode(),
+        plain=html.escape(plain_text(report, _WIDTH, full=True)),
+        data=b64encode(packed(report, before)).decode(),
         pane=html.escape(pane),
     )
 
 
 def fragment(report: ReportData, pane: str = "summary") -> str:
-    """Return the page for a notebook: a sandboxed frame, with its verdict, speed and equality as text below it.
+    """Return the page for a notebook: a sandboxed frame, with its first screen as text below it.
 
     The frame runs scripts in an origin of its own: it reaches neither the notebook's page nor the network. The page in
     it is packed, a fifth of its size, and follows the theme of the notebook's page.
@@ -92,7 +92,7 @@ def fragment(report: ReportData, pane: str = "summary") -> str:
         f'<iframe title="{title}" sandbox="allow-scripts" srcdoc="{_attribute(_INSIDE.substitute(packed=frame))}" '
         'style="width:100%;height:720px;border:1px solid rgba(128,128,128,.35);border-radius:8px" loading="lazy">'
         "</iframe><details open><summary>Summary as text</summary>"
-        f"<pre>{html.escape(_first_sections(report))}</pre></details>{_OUTSIDE}"
+        f"<pre>{html.escape(plain_text(report, _WIDTH))}</pre></details>{_OUTSIDE}"
     )
 
 
@@ -102,14 +102,9 @@ def still(report: ReportData) -> str:
     return f'<div class="nimble-still"><p><em>{words}</em></p>{fragment(report)}</div>{_INSTEAD}'
 
 
-def packed(report: ReportData) -> bytes:
+def packed(report: ReportData, before: ReportData | None = None) -> bytes:
     """Return what the viewer draws: JSON, gzipped."""
-    return _gzip(json.dumps(view_data(report), separators=(",", ":"), ensure_ascii=False, allow_nan=False))
-
-
-def _first_sections(report: ReportData) -> str:
-    """Write the first three sections of the report's text: what a reader without scripts needs first."""
-    return "\n\n".join(plain_text(report, _WIDTH).split("\n\n")[:3])
+    return _gzip(json.dumps(view_data(report, before), separators=(",", ":"), ensure_ascii=False, allow_nan=False))
 
 
 def _gzip(text: str) -> bytes:

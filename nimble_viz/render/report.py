@@ -58,9 +58,12 @@ class Report(ReportData):
         """
         return file.save(self, path)
 
-    def to_html(self, path: str | os.PathLike[str]) -> Path:
-        """Write one self-contained page with all views to ``path``, as ``save`` does; raise OSError if that fails."""
-        return write_file(path, page(self).encode())
+    def to_html(self, path: str | os.PathLike[str], before: ReportData | None = None) -> Path:
+        """Write one self-contained page with all views to ``path``, as ``save`` does; raise OSError if that fails.
+
+        With ``before``, an earlier report, its replay is drawn on the same axis, and what got slower since in red.
+        """
+        return write_file(path, page(self, before=before).encode())
 
     def export(self, path: str | os.PathLike[str], format: str | None = None) -> Path:
         """Write this report to ``path`` for other tools.
@@ -118,9 +121,14 @@ class Report(ReportData):
         """
         return brief(self)
 
-    def to_text(self, width: int | None = None) -> str:
-        """Return this report as plain text, ``width`` columns wide (60 to 200; None: the terminal's)."""
-        return plain_text(self, width)
+    def to_text(self, width: int | None = None, *, full: bool = False) -> str:
+        """Return this report as plain text: its first screen in twelve lines, or with ``full`` all of it.
+
+        It is ``width`` columns wide (60 to 200; None: the terminal's), and twelve lines long from 80 on.
+        """
+        return plain_text(self, width, full=full)
+
+    __str__ = to_text
 
     def figure(self, kind: str = "speed") -> Figure:
         """Draw one view as a plain plotly figure, to restyle and to put into other notebooks and pages.

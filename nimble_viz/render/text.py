@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from nimble_core.utils.units import format_count, format_ns, format_percent
 from nimble_viz.analysis.gaps import CAUSES
-from nimble_viz.analysis.labels import INTERVAL, label_call, plural, trains, visible
+from nimble_viz.analysis.labels import INTERVAL, label_call, plural, visible
 from nimble_viz.analysis.overhead import PARTS, grouped, overhead
 from nimble_viz.analysis.provenance import fused_calls, module_of
 from nimble_viz.analysis.source import hottest, source
@@ -32,7 +32,7 @@ from nimble_viz.render.layout import (
     sections,
     words,
 )
-from nimble_viz.render.paste_lines import paste_lines
+from nimble_viz.render.tiles_text import COLOURED, TilesText
 from nimble_viz.report.data import ReportData
 
 if TYPE_CHECKING:
@@ -40,15 +40,13 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-__all__ = ["MAX_WIDTH", "MIN_WIDTH", "columns", "pane_text", "paste_lines", "plain", "plain_text", "report_text"]
+__all__ = ["MAX_WIDTH", "MIN_WIDTH", "columns", "pane_text", "plain", "plain_text", "report_text"]
 
 _TOP = 10
 _GAPS = 5
 _LINES = 5
 _PLAN_COLUMNS, _PEER_COLUMNS = (38, 7, 8, 12), (28, 7, 25, 11)
 _PATH_ENDS = 3
-_VERDICTS = {"faster": "green", "slower": "red", "undecided": "dim"}
-"""How a ratio is set, and a headline but for what is undecided."""
 _NOTHING = {
     "overhead": "eager was not profiled, so nothing is known about where its host time went",
     "dag": "no edges are known: compare(model, inputs) records them",
@@ -57,45 +55,34 @@ _NOTHING = {
 }
 
 
-def plain_text(report: ReportData, width: int | None = None) -> str:
+def plain_text(report: ReportData, width: int | None = None, *, full: bool = False) -> str:
     """Return ``report_text`` as a string without colour codes; ``width`` as for ``plain``."""
-    return plain(report_text(report), width)
+    return plain(report_text(report, full=full), width)
 
 
 def pane_text(report: ReportData, pane: str, width: int | None = None) -> str:
-    """Return what ``report_text`` says of one view; ``"source"`` and ``"memory"`` have texts that follow it."""
+    """Return what the full text says of one view; ``"source"`` and ``"memory"`` have texts that follow it."""
     from rich.console import Group
 
-    tables = summary(report)
-    shown = [(title, body) for panes, title, body in _sections(report, tables) if pane in panes.split()]
+    shown = [(title, body) for panes, title, body in _sections(report) if pane in panes.split()]
     nothing = f"{_NOTHING[pane]}." if pane in _NOTHING and not shown else ""
-    said = tables["verdict"] if pane == "summary" else nothing
-    head = [words(f"nimble_viz: {report.model}"), *([words(said)] if said else [])]
-    return plain(Group(*head, *sections(shown)), width)
+    named = words(f"nimble_viz: {report.model}", "bold"), *([words(nothing)] if nothing else [])
+    return plain(Group(*((TilesText(report, full=True),) if pane == "summary" else named), *sections(shown)), width)
 
 
-def report_text(report: ReportData) -> RenderableType:
-    """Return all of ``report`` for a rich console; sections without anything to say are left out."""
+def report_text(report: ReportData, *, full: bool = False) -> RenderableType:
+    """Return ``report`` for a rich console: its first screen, or all; sections with nothing to say are left out."""
     from rich.console import Group
 
-    tables = summary(report)
-    return Group(
-        words(f"nimble_viz: {report.model}", "bold"),
-        _headline(report, tables["headline"]),
-        *sections((title, body) for _, title, body in _sections(report, tables)),
-    )
+    if not full:
+        return TilesText(report)
+    parts = ((title, body) for _, title, body in _sections(report))
+    return Group(TilesText(report, full=True), *sections(parts))
 
 
-def _headline(report: ReportData, head: dict[str, str]) -> Text:
-    """Set the lead in bold, in the colour of its verdict if nothing is doubtful; plain if undecided."""
-    good = report.complete and bool(report.checks) and all(check.passed for check in report.checks)
-    colour = _VERDICTS.get(head["verdict"], "") if good else "yellow"
-    style = "" if head["verdict"] == "undecided" else f"bold {colour}".strip() if head["verdict"] else "bold yellow"
-    return words("").append_text(words(head["lead"], style)).append_text(words(head["rest"]))
-
-
-def _sections(report: ReportData, tables: dict[str, Any]) -> Iterator[tuple[str, str, list[RenderableType]]]:
+def _sections(report: ReportData) -> Iterator[tuple[str, str, list[RenderableType]]]:
     """Yield of each section the names of the views that it belongs to, its title and its body."""
+    tables = summary(report)
     if tables["profiled"]:
         found = tables["profiled"]
         parts = _parts("", found["rows"], found["bound"]), note(f"shares {found['basis']}"), pairs(found["facts"])
@@ -123,7 +110,7 @@ def _sections(report: ReportData, tables: dict[str, Any]) -> Iterator[tuple[str,
     if not tables["profiled"]:
         yield "summary dag", "Limits", _limits(report, tables)
     if tables["advice"]:
-        yield "summary", "What would help next", _advice(tables["advice"])
+        yield "summary", "What each change would gain", _advice(tables["advice"])
     if tables["provenance"]:
         yield "dag", "What fused calls stand for, the most expensive first", _provenance(report)
     profile = overhead(report)
@@ -145,10 +132,6 @@ def _sections(report: ReportData, tables: dict[str, Any]) -> Iterator[tuple[str,
     yield "summary", "Environment", [pairs(tables["environment"])]
     if tables["warnings"]:
         yield "summary", "Warnings", [bullet(warning) for warning in tables["warnings"]]
-    code = paste_lines(report)
-    if code:
-        title = "This step in production" if trains(report) else "This plan in production, without tuning"
-        yield "summary", title, [words(line) for line in code.splitlines()]
 
 
 def _parts(title: str, rows: Sequence[dict[str, Any]], bold: str = "") -> Table:
@@ -189,7 +172,7 @@ def _peers(rows: Sequence[dict[str, Any]]) -> list[RenderableType]:
     for row in rows:
         over = row["ratio"]
         colour = "red" if row["wrong"] else ""
-        ratio = words(f"{over['text']} {over['interval']}", _VERDICTS.get(over["verdict"], "")) if over else ""
+        ratio = words(f"{over['text']} {over['interval']}", COLOURED.get(over["verdict"], "")) if over else ""
         outcome = f"{row['outcome']}; outputs {row['outputs']}" if row["median"] else row["outcome"]
         notes = [outcome, "" if row["stable"] else "unstable", row["note"] if row["note"] != row["outcome"] else ""]
         body.append(figure_row((row["name"], row["median"], ratio, row["prepare"]), _PEER_COLUMNS, colour))
@@ -237,16 +220,15 @@ def _candidates(tried: dict[str, Any]) -> list[RenderableType]:
 def _ratio(cell: dict[str, Any] | None) -> Text:
     if cell is None:
         return words("")
-    return words(f"{cell['text']}\n{cell['interval']}", _VERDICTS.get(cell["verdict"], ""), lines=True)
+    return words(f"{cell['text']}\n{cell['interval']}", COLOURED.get(cell["verdict"], ""), lines=True)
 
 
 def _advice(found: dict[str, Any]) -> list[RenderableType]:
     body: list[RenderableType] = [
         bullet(f"{change['what']}: {change['gain']}; {change['why']}") for change in found["changes"]
     ]
-    for split in (found["replay"], found["eager"]):
-        if split:
-            body += [_parts(split["run"], split["rows"]), note(split["note"])]
+    if split := found["replay"]:
+        body += [_parts(split["run"], split["rows"]), note(split["note"])]
     return body
 
 
@@ -316,7 +298,7 @@ def _ends(row: dict[str, Any]) -> str:
 
 
 def _concurrency(tables: dict[str, Any]) -> list[RenderableType]:
-    """Say the width, what ran side by side, and how many streams are worth it."""
+    """Say the width, and what ran side by side."""
     what = "calls" if tables["host"] else "kernels"
     rows = [("Width of the DAG", tables["width"])]
     for row in tables["plans"]:
@@ -325,17 +307,7 @@ def _concurrency(tables: dict[str, Any]) -> list[RenderableType]:
         doubt = "" if seen is None or seen["reliable"] else " (unreliable)"
         rows.append((row["label"], f"{plural(row['streams'], 'stream')} planned{found}{doubt}"))
     width = note("width: the most calls of which none must wait for another; no schedule has more calls in flight")
-    body: list[RenderableType] = [pairs(rows), width]
-    asked = tables["what_if"]
-    if asked:
-        body += [words(""), words(f"How many streams are worth it? {asked['answer']}")]
-        cells = []
-        for row in asked["rows"]:
-            style = "green" if row["enough"] else ""
-            cells.append([words(cell, style) for cell in (format_count(row["streams"]), row["text"], row["over"])])
-        body.append(make_table((("streams", "r"), ("simulated", "r"), ("over one stream", "r")), cells))
-        body.append(note(asked["note"]))
-    return body
+    return [pairs(rows), width]
 
 
 def _timelines(lines: Sequence[dict[str, Any]], chosen: dict[str, Any], axis: str) -> list[RenderableType]:
@@ -381,9 +353,6 @@ def _limits(report: ReportData, tables: dict[str, Any]) -> list[RenderableType]:
     reached = [f"{row['label']} {row['distance']}" for row in tables["speed"] if row["distance"]]
     if reached:
         body.append(pairs([("Distance to the limit", ", ".join(reached))]))
-    far = tables["limit"]
-    if far and far["sentence"]:
-        body.append(words(f"{tables['best']}: {far['sentence']}"))
     path = report.critical_path
     if path:
         body.append(note("along the critical path, by isolated times:"))

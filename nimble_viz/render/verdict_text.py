@@ -45,7 +45,7 @@ _SECTIONS = {
 def headline(found: DifferenceData) -> str:
     """Say in one sentence how the chosen runs compare, and what else changed.
 
-    ``"The chosen run (nimble) is 1.21x slower than the old one (1.19x to 1.24x); 2 calls added, 1 call on another
+    ``"The prepared run is 1.21x slower than the old one (1.19x to 1.24x); 2 calls added, 1 call on another
     stream."`` That the two are of different models, dtypes or batches comes first.
     """
     counts = [
@@ -57,7 +57,7 @@ def headline(found: DifferenceData) -> str:
         (sum(len(some) for name, some in found.changes.items() if name != "environment"), "other fact", "changed"),
     ]
     parts = [f"{plural(count, noun)} {what}" for count, noun, what in counts if count]
-    why = f"No times are compared ({found.unlike})" if found.unlike else "No chosen run was measured"
+    why = f"No times are compared ({found.unlike})" if found.unlike else "No prepared run was measured"
     speed = _chosen_words(found.chosen) if found.chosen else why
     subjects = f"{found.subjects[0].upper()}{found.subjects[1:]}; " if found.subjects else ""
     return f"{subjects}{speed}; {', '.join(parts) if parts else 'nothing else changed'}."
@@ -95,10 +95,9 @@ def _shown(outcome: Outcome) -> str:
 
 
 def _chosen_words(one: SpeedChange) -> str:
-    names = " -> ".join(label_plan(name) for name in one.name.split(" -> "))
     if one.ratio is None:
-        return f"The chosen run ({names}) was measured in {'the new' if one.old_ns is None else 'the old'} report only"
-    return ratio_sentence(f"The chosen run ({names})", one.ratio, "the old one")
+        return f"The prepared run was measured in {'the new' if one.old_ns is None else 'the old'} report only"
+    return ratio_sentence("The prepared run", one.ratio, "the old one")
 
 
 def _sections(found: DifferenceData) -> Iterator[tuple[str, list[RenderableType]]]:

@@ -159,7 +159,7 @@ class OverheadProfile:
         calls: one row per matched call, by call index, and one for those in ``shared`` together.
         profiled_ns: host time of the profiled iteration.
         unprofiled_ns: median wall time of the same iteration without the profiler.
-        remainder_ns: profiled host time that belongs to no call: what comes after the last.
+        remainder_ns: profiled host time that is not attributed to any call: what comes after the last.
         device_busy_ns: union of the device's busy intervals; on the host device the sum of the calls' work.
         device_idle_share: 1 - busy / span.
         matched: calls found in the profile.

@@ -1,4 +1,5 @@
 /* Overhead: where eager's host time went, by operator, module or call. */
+import { buildIcicle } from "./icicle.js";
 import { card, count, el, stepsOf, time } from "./tools.js";
 
 const WHOLE = [["waiting", "Waits for the device"], ["loader", "Waits for the data loader"], ["remainder", "Unattributed"]];
@@ -116,7 +117,8 @@ export function buildOverhead(node, app) {
         el("p", null, `${time(data.overhead.profiled_ns)} profiled; ${data.overhead.unprofiled_ns ? time(data.overhead.unprofiled_ns) : "not timed"} without the profiler. The parts are shares of the profiled run; believe wall times only from the unprofiled one.`),
         el("div", { class: "nv-whole" }, bars(whole, whole.host || 1)),
         spent.length > 0 && el("div", { class: "nv-by-phase" }, spent.map((row) => [phaseChip(row.phase), bars(row, longestPhase), el("span", { class: "nv-num" }, time(row.host))])),
-        el("div", { class: "nv-columns" }, data.overhead.facts.map(([name, value]) => el("div", null, el("span", { class: "nv-small" }, name), value))))),
+        el("div", { class: "nv-columns" }, data.overhead.facts.map(([name, value]) => el("div", null, el("span", { class: "nv-small" }, name), value)))),
+      card("From module to kernel", true, buildIcicle(app))),
     data.overhead.warnings.map((text) => el("div", { class: "nv-note", style: "margin:0 0 10px" }, text)), list);
   node.append(
     el("div", { class: "nv-tools" }, by("operator", "By operator"), by("module", "By module"), by("call", "By call"), levels, field, status),

@@ -38,7 +38,7 @@ export function readReport(data) {
   runs.forEach(completeRun);
   const cost = data.overhead && columnsOf(data.overhead.columns);
   const facts = data.summary, phased = facts.phases !== null;
-  const critical = new Set(graph.critical);
+  const critical = new Set(graph.critical), slower = new Set(data.before?.slower.map((row) => row.call));
   const timed = data.colours.some((one) => one.key === "time" && !one.why);
   const isEager = (run) => fused && run.run === "eager";
   const tableOf = (run) => (isEager(run) ? eager : calls);
@@ -80,6 +80,6 @@ export function readReport(data) {
     return hits;
   }
   return { data, calls, work, size, fused, eager, standsFor, became, graph, plans, runs, cost, facts, phased,
-    critical, timed, before, after, together, overheadOf, callsOn, isEager, tableOf, spansOf, nameOf,
+    critical, slower, timed, before, after, together, overheadOf, callsOn, isEager, tableOf, spansOf, nameOf,
     sourceOf, listed, origin, fate, whereabouts, planLabel, lineKey, codeAt, matches, columnsOf };
 }

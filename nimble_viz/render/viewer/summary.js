@@ -1,4 +1,6 @@
-/* Summary: verdict, speeds, checks, plans, limit, environment. */
+/* Summary: the first screen; below it speeds, checks, plans, limit, environment. */
+import { buildIcicle } from "./icicle.js";
+import { buildTiles } from "./tiles.js";
 import { card, count, definitions, el, table } from "./tools.js";
 
 export function buildSummary(node, app) {
@@ -42,26 +44,16 @@ export function buildSummary(node, app) {
       el("td", null, row.name, !row.stable && el("span", { class: "nv-tag nv-warn" }, "unstable")), number(row.median), el("td", { class: "nv-num" }, ratio(row.ratio)), number(row.prepare),
       el("td", null, row.median ? el("span", { class: row.wrong ? "nv-cross" : row.equal ? "nv-tick" : "" }, `${row.wrong ? "✗ " : row.equal ? "✓ " : ""}${row.outputs}`) : "–"),
       el("td", { class: row.ratio && row.ratio.verdict !== "faster" ? mark(row.ratio) : null }, row.outcome, row.note && row.note !== row.outcome && el("span", { class: "nv-small", style: "white-space:normal" }, row.note))))))];
-  const distance = ({ over, text, bound, parts, sentence }) => {
-    const most = parts.reduce((sum, part) => sum + part.ns, 0) || 1;
-    return [el("p", { class: "nv-answer" }, `${facts.best}: ${over} of the limit, ${text} (${bound})`), sentence && el("p", null, `${sentence}.`),
-      parts.length > 0 && table([["Above the limit"], [""], ["Time", 1]], parts.map((part) => el("tr", null, el("td", null, part.name, el("span", { class: "nv-small", style: "white-space:normal" }, part.meaning)), el("td", { style: "width:30%" }, el("div", { class: "nv-bar", style: `width:${(100 * part.ns) / most}%;margin-top:7px` })), number(part.text))))];
-  };
-  const nextHelp = ({ sentence, why, changes, replay, eager }) => {
+  const nextHelp = ({ changes, replay }) => {
     const parts = (split) => split && table([[split.run], [""], ["Time", 1], ["Share", 1]], split.rows.map((row) => el("tr", null, el("td", null, row.name, el("span", { class: "nv-small", style: "white-space:normal" }, row.meaning)), el("td", { style: "width:24%" }, el("div", { class: "nv-bar", style: `width:${row.share.startsWith("-") ? 0 : row.share};margin-top:7px` })), number(row.text), number(row.share))));
-    return [sentence && el("p", { class: "nv-answer" }, sentence), why && el("p", null, `Basis: ${why}.`),
-      changes.length > 1 && el("ul", { class: "nv-list" }, changes.slice(1).map((row) => el("li", null, `${row.what}: ${row.gain}`, el("span", { class: "nv-small" }, row.why)))),
-      [replay, eager].map((split) => split && [parts(split), el("p", { class: "nv-under" }, split.note)])];
+    return [changes.length > 0 && el("ul", { class: "nv-list" }, changes.map((row) => el("li", null, `${row.what}: ${row.gain}`, el("span", { class: "nv-small" }, row.why)))),
+      replay && [parts(replay), el("p", { class: "nv-under" }, replay.note)]];
   };
   const byPhase = ({ rows, runs: names }) => {
     const most = rows.reduce((all, row) => Math.max(all, row.cost_ns), 1), profiled = rows.some((row) => row.eager);
     return [el("p", null, `Isolated: all calls of the phase, one by one; on the path: those on the critical path.${profiled ? " Eager: profiled, on the host, with the share that is overhead." : ""}${names.length ? " Replays: while any call of the phase ran; phases may run side by side." : ""}`),
       table([["Phase"], ["Calls", 1], ["Isolated", 1], [""], ["On the path", 1], ...(profiled ? [["Eager", 1]] : []), ...names.map((name) => [name, 1])], rows.map((row) => el("tr", null, el("td", null, phaseChip(row.phase)), number(count(row.calls), row.inside && el("span", { class: "nv-small" }, `${row.inside}, fused with theirs`)), number(row.cost, row.share && el("span", { class: "nv-small" }, row.share)),
         el("td", { style: "min-width:60px;width:18%" }, el("div", { class: "nv-bar", style: `width:${(100 * row.cost_ns) / most}%;margin-top:7px;background:var(--${row.phase})` })), number(row.path), profiled && number(row.eager, row.overhead && el("span", { class: "nv-small" }, `${row.overhead} overhead`)), row.replays.map((time) => number(time)))))];
-  };
-  const spentOn = ({ rows, basis, facts: said }) => {
-    const most = Math.max(...rows.map((row) => row.ns), 1);
-    return [el("p", null, `Shares ${basis}.`), table([["Spent on"], [""], ["Time", 1], ["Share", 1]], rows.map((row) => el("tr", { class: row.name === facts.profiled.bound ? "nv-on" : null }, el("td", null, row.name, el("span", { class: "nv-small", style: "white-space:normal" }, row.meaning)), el("td", { style: "width:34%" }, el("div", { class: "nv-bar", style: `width:${(100 * row.ns) / most}%;margin-top:7px` })), number(row.text), number(row.share)))), el("div", { style: "margin-top:14px" }, definitions(said))];
   };
   const hostPhases = ({ rows }) => {
     const most = Math.max(...rows.map((row) => row.eager_ns), 1);
@@ -74,12 +66,13 @@ export function buildSummary(node, app) {
       number(row.time), number(row.share), number(row.overhead), sized && el("td", null, row.sizes)))), rest && el("p", { class: "nv-under" }, rest)];
   });
   const steps = facts.preparation, most = Math.max(...steps.map((step) => step.ns), 1);
-  node.append(el("div", { class: "nv-grid" },
+  node.append(...buildTiles(app), el("div", { class: "nv-grid" },
+    data.before && card("What got slower", true, el("p", null, `${data.before.text}. Calls whose time alone grew beyond what both vary by, most first; red in the picture above and in the timeline.`),
+      data.before.slower.length > 0 && table([["Call"], ["Before", 1], ["Now", 1], ["Times", 1]], data.before.slower.slice(0, 12).map((row) => el("tr", null, el("td", null, app.callLink(row.call)), number(row.old), number(row.new), number(row.ratio))))),
     !facts.profiled && card("Speed", true,
-      el("p", null, facts.speed.length > 0 && `Every ratio: ${facts.context}. Medians of runs taken in turn; above 1x is faster; the 99.5% interval below a ratio alone decides. Over limit: how far a replay is from the ${facts.limit ? `limit that no schedule of its calls can beat, here ${facts.limit.text} (${facts.limit.bound})` : "longest path of isolated calls, which no schedule can beat"}.`),
-      facts.speed.length ? el("div", { class: "nv-speed" }, table([["Run"], [""], ["Median", 1], ["Spread", 1], ["Over eager", 1], ["Over one-stream", 1], ["Over limit", 1], ["Samples", 1]], speed)) : el("p", null, facts.planned ? "This is a plan: nothing was run, so nothing was measured." : "Nothing was measured.")),
-    facts.profiled && card("What an iteration is spent on", true, ...spentOn(facts.profiled)),
-    facts.computing && card("What computes", true, ...computes(facts.computing)),
+      el("p", null, facts.speed.length > 0 && `Every ratio: ${facts.context}. Medians of runs taken in turn; above 1x is faster; the 99.5% interval below a ratio alone decides. Distance to the limit: how many times as long a replay takes as the ${facts.limit ? `limit that no schedule of its calls can beat, here ${facts.limit.text} (${facts.limit.bound})` : "longest path of isolated calls, which no schedule can beat"}.`),
+      facts.speed.length ? el("div", { class: "nv-speed" }, table([["Run"], [""], ["Median", 1], ["Spread", 1], ["Over eager", 1], ["Over one-stream", 1], ["Distance to the limit", 1], ["Samples", 1]], speed)) : el("p", null, facts.planned ? "This is a plan: nothing was run, so nothing was measured." : "Nothing was measured.")),
+    facts.computing && card("What computes", true, app.cost?.call.length > 0 && buildIcicle(app), ...computes(facts.computing)),
     facts.warnings.length > 0 && card(`Before you believe a figure (${facts.warnings.length})`, true, el("ul", { class: "nv-list" }, facts.warnings.map((text) => el("li", null, text)))),
     phased && card(facts.profiled ? "One iteration by phase" : "The training step by phase", true, ...(facts.profiled ? hostPhases(facts.phases) : byPhase(facts.phases))),
     facts.peers.length > 0 && card("Against peers", true, ...rivals(facts.peers)),
@@ -88,15 +81,12 @@ export function buildSummary(node, app) {
       ? plansTable()
       : el("p", null, "No plan was made.")),
     !facts.planned && !facts.profiled && card("Same outputs as eager?", false, facts.checks.length
-      ? [el("p", null, "Fresh inputs; worst relative error over the outputs. Input effect: how far eager itself moves between two inputs."), table([["Replay"], ["Verdict"], ["Error", 1], ["Tolerance", 1], ["Input effect", 1]], facts.checks.map((check) => el("tr", null, el("td", null, check.run), el("td", null, el("span", { class: check.passed ? "nv-tick" : "nv-cross" }, check.passed ? "✓ equal" : check.differs ? "✗ differs" : "✗ not shown"), check.reason && el("span", { class: "nv-small", style: "white-space:normal" }, check.reason)), el("td", { class: "nv-num" }, check.error), el("td", { class: "nv-num" }, check.tolerance), el("td", { class: "nv-num" }, check.effect)))), facts.checks.map((check) => check.reference && el("p", { class: "nv-under" }, `${check.run}: ${check.reference}.`))]
+      ? [el("p", null, "Fresh inputs; worst relative error over the outputs. Sensitivity: how far eager's own outputs differ between two inputs."), table([["Replay"], ["Verdict"], ["Error", 1], ["Tolerance", 1], ["Sensitivity", 1]], facts.checks.map((check) => el("tr", null, el("td", null, check.run), el("td", null, el("span", { class: check.passed ? "nv-tick" : "nv-cross" }, check.passed ? "✓ equal" : check.differs ? "✗ differs" : "✗ not shown"), check.reason && el("span", { class: "nv-small", style: "white-space:normal" }, check.reason)), el("td", { class: "nv-num" }, check.error), el("td", { class: "nv-num" }, check.tolerance), el("td", { class: "nv-num" }, check.effect)))), facts.checks.map((check) => check.reference && el("p", { class: "nv-under" }, `${check.run}: ${check.reference}.`))]
       : el("p", null, "Outputs were not compared.")),
-    facts.what_if && card("How many streams are worth it?", false, el("p", { class: "nv-answer" }, facts.what_if.answer),
-      table([["Streams", 1], [""], ["Simulated", 1], ["Over one stream", 1]], facts.what_if.rows.map((row) => el("tr", { class: row.enough ? "nv-on" : null }, el("td", { class: "nv-num" }, count(row.streams)), el("td", { style: "width:40%" }, el("div", { class: "nv-bar nv-simulated", style: `width:${(100 * row.ns) / facts.what_if.rows.reduce((most, other) => Math.max(most, other.ns), 1)}%` })), el("td", { class: "nv-num" }, row.text), el("td", { class: "nv-num" }, row.over)))),
-      el("p", { class: "nv-under" }, facts.what_if.note)),
     !facts.profiled && card("Program and limit", false, definitions(facts.facts)),
-    facts.limit && card("Distance to the limit", false, ...distance(facts.limit)),
-    facts.advice && card("What would help next", false, ...nextHelp(facts.advice)),
+    facts.advice && card("What each change would gain", false, ...nextHelp(facts.advice)),
     !facts.profiled && card("Preparation", false, steps.length ? table([["Step"], [""], ["Time", 1]], [...steps.map((step) => el("tr", null, el("td", null, step.name), el("td", { style: "width:40%" }, el("div", { class: "nv-bar", style: `width:${(100 * step.ns) / most}%;margin-top:7px` })), el("td", { class: "nv-num" }, step.text))), el("tr", null, el("td", null, el("b", null, "Total")), el("td"), el("td", { class: "nv-num" }, el("b", null, facts.preparation_total)))]) : el("p", null, "Preparation was not timed.")),
+    facts.profiled && card("What was profiled", false, definitions(facts.profiled.facts)),
     facts.profiled && card("Not in this report", false, el("ul", { class: "nv-list" }, facts.profiled.absent.map((row) => el("li", null, `${row.what}: ${row.why}`)))),
     !facts.planned && !facts.profiled && card("Memory", facts.memory && facts.memory.engines.length > 0, facts.memory ? [facts.memory.facts.length > 0 && definitions(facts.memory.facts), facts.memory.engines.length > 0 && engineTable(facts.memory.engines)] : el("p", null, facts.host ? "Not tracked on the host device." : "Memory is unknown.")),
     card("Environment", false, definitions(facts.environment))));

@@ -14,7 +14,7 @@ function buildWhatIf({ policies, own, most, why, simulate, remove }, state) {
 
 export function buildTimeline(node, app) {
   const { streamFill, theme, data, calls, eager, plans, runs, phased, isEager, tableOf, spansOf, nameOf, sourceOf,
-    origin, fate, state, select, selectEager, marksOf, onSelect, phaseLegend, showTip, surface, pointer,
+    origin, fate, slower, state, select, selectEager, marksOf, onSelect, phaseLegend, showTip, surface, pointer,
     search, callLink, panes, whatIf } = app;
   const drawn = [...runs, ...(state.simulated ? [state.simulated.run] : [])].filter((run) => run.call.length), simulation = whatIf && buildWhatIf(whatIf, state);
   if (!drawn.length) { node.append(el("div", { class: "nv-empty" }, runs.length ? "The timelines hold no spans: nothing ran on the device." : "No timeline was taken: neither eager nor a replay was traced.")); return; }
@@ -104,8 +104,8 @@ export function buildTimeline(node, app) {
           const x = left + (start - view.from) * perNs, wide = run.length[index] * perNs, call = run.call[index];
           if (x + wide < painted && !marks.has(call)) continue;
           const from = Math.max(x, left - 2), to = Math.min(x + Math.max(wide, 0.6), width + 2);
-          const colour = streamLane(lane) ? theme.stream(lane) : run.lanes[lane].kind === "gpu" ? theme.value("work") : theme.value("remainder");
-          context.fillStyle = streamLane(lane) && to - from > 3 ? streamFill(context, lane) : colour;
+          const worse = slower.has(call) && !isEager(run) && run.run !== "before", colour = worse ? theme.value("bad") : streamLane(lane) ? theme.stream(lane) : run.lanes[lane].kind === "gpu" ? theme.value("work") : theme.value("remainder");
+          context.fillStyle = !worse && streamLane(lane) && to - from > 3 ? streamFill(context, lane) : colour;
           context.fillRect(from, y + (tall - bar) / 2, Math.max(to - from - (wide > 3 ? 0.7 : 0), 0.5), bar);
           if (run.phase[index] >= 0) { const thin = bar > 12 ? 4 : 2; context.fillStyle = theme.value(data.phases[run.phase[index]]); context.fillRect(from, y + (tall + bar) / 2 - thin, Math.max(to - from - (wide > 3 ? 0.7 : 0), 0.5), thin); }
           painted = Math.floor(to) + (wide < 1 ? 0.4 : 0);
@@ -260,7 +260,7 @@ export function buildTimeline(node, app) {
       drawn.length > 1 && drawn.map((run) => { const box = el("input", { type: "checkbox", onchange: () => { run.box.section.hidden = !box.checked; refresh(); } }); box.checked = true; return el("label", null, box, run.label); }),
       el("label", null, syncs, "Synchronisations"), tool("−", "Zoom out", () => zoomAt(1 / 1.6, middle(), axis.canvas.clientWidth)), tool("+", "Zoom in", () => zoomAt(1.6, middle(), axis.canvas.clientWidth)), ...fitTools,  tool("To selection", "Zoom to the selected call in the last run", goTo),
       el("span", { class: "nv-push" }, "drag to move, Ctrl and wheel to zoom, to 1 µs")),
-    el("div", { class: "nv-legend" }, el("span", null, el("i", { class: "nv-key", style: "background:var(--remainder)" }), "host"), drawn.some((run) => run.lanes.some((lane) => lane.kind === "gpu")) && el("span", null, el("i", { class: "nv-key", style: "background:var(--work)" }), "GPU, eager"), el("span", null, el("i", { class: "nv-key", style: "background:var(--idle);border:1px solid var(--line-strong)" }), "idle"), el("span", null, "replay lanes: colour and name of their stream"), el("span", null, el("i", { class: "nv-edge nv-sync" }), "synchronisation"), drawn.some((run) => run.gaps.call.length) && [["launch", "launch gap"], ["line-strong", "nothing ready"], ["sync", "wait while others were ready"]].map(([colour, name]) => el("span", null, el("i", { class: "nv-edge", style: `border-top:2.5px solid var(--${colour})` }), name)), phaseLegend(), drawn.some((run) => run.distorted) ? el("span", { style: "color:var(--bad)" }, "▼ where the unprofiled run would end") : "", data.axis && el("span", { style: "white-space:normal" }, data.axis)),
+    el("div", { class: "nv-legend" }, el("span", null, el("i", { class: "nv-key", style: "background:var(--remainder)" }), "host"), drawn.some((run) => run.lanes.some((lane) => lane.kind === "gpu")) && el("span", null, el("i", { class: "nv-key", style: "background:var(--work)" }), "GPU, eager"), el("span", null, el("i", { class: "nv-key", style: "background:var(--idle);border:1px solid var(--line-strong)" }), "idle"), el("span", null, "replay lanes: colour and name of their stream"), slower.size > 0 && el("span", null, el("i", { class: "nv-key", style: "background:var(--bad)" }), "slower than before"), el("span", null, el("i", { class: "nv-edge nv-sync" }), "synchronisation"), drawn.some((run) => run.gaps.call.length) && [["launch", "launch gap"], ["line-strong", "nothing ready"], ["sync", "wait while others were ready"]].map(([colour, name]) => el("span", null, el("i", { class: "nv-edge", style: `border-top:2.5px solid var(--${colour})` }), name)), phaseLegend(), drawn.some((run) => run.distorted) ? el("span", { style: "color:var(--bad)" }, "▼ where the unprofiled run would end") : "", data.axis && el("span", { style: "white-space:normal" }, data.axis)),
     simulation || "", axisBox, body);
   refresh();
   onSelect.push((from) => reveal(from !== "timeline"));

@@ -196,7 +196,7 @@ def test_a_launcher_that_is_not_known_is_noticed_and_never_raced(fuse: Any) -> N
     for _ in range(5):
         y = torch.randn(64, device="cuda")
         assert torch.equal(net(y), model(y))
-    with pytest.raises(CaptureError, match="belong to no call"):
+    with pytest.raises(CaptureError, match="come from no call"):
         Nimble(model, Options(fuse=fuse, strict=True)).prepare(x)
 
 

@@ -87,7 +87,7 @@ def test_kernels_of_unknown_nodes_make_it_unreliable_and_work_outside_graphs_doe
         assert seen_as(told) == dict(enumerate("abcd"))
     told = tell_by_id([*DIAMOND_RUN, ran("x", 160, 161, node=77)], DIAMOND, IDS, 1)
     assert told.check.unexpected == 1
-    assert made(told).timeline.note == "1 kernels or copies belong to no node"
+    assert made(told).timeline.note == "1 kernels or copies match no node"
     assert not made(told).timeline.reliable
 
 

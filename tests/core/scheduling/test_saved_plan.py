@@ -29,8 +29,7 @@ from nimble_core.scheduling.saved_plan import (
 )
 from nimble_core.utils.errors import InputError, ReportFileError, ScheduleError
 from nimble_viz import load
-from nimble_viz.render.text import paste_lines, plain_text
-from tests.support.sample_reports import CASES, HOSTILE, sample_report, tangled_report, training_report
+from tests.support.sample_reports import CASES, HOSTILE, sample_report, tangled_report
 
 
 def program(calls: int = 5, device: str = "cuda") -> Program:
@@ -302,24 +301,3 @@ def test_a_report_gives_its_chosen_plan_if_there_is_one_and_so_does_its_file(tmp
     assert load(report.save(tmp_path / "r.nimble")).plan == plan
     with pytest.raises(InputError, match="no plan was chosen"):
         _ = replace(report, chosen="").plan
-    assert paste_lines(replace(report, chosen="")) == ""
-
-
-def test_the_lines_to_paste_of_a_training_step() -> None:
-    report = training_report()
-    lines = paste_lines(report)
-    assert all(word in lines for word in ("TrainStep(", "plan=plan", "autocast=", "scaler=", "clip_grad_norm="))
-    calls = tuple(replace(call, phase="backward") for call in report.program.calls)
-    lines = paste_lines(replace(report, program=replace(report.program, calls=calls)))  # no optimizer: no TrainStep
-    assert "TrainStep" not in lines
-    assert "prepare(*args, training=True)" in lines
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if case != "ten thousand"])
-def test_the_lines_to_paste_are_python(case: str) -> None:
-    report = CASES[case]()
-    lines = paste_lines(report)
-    compile(lines, "pasted", "exec")
-    assert max(map(len, lines.splitlines())) <= 58
-    shown = plain_text(report, 60)
-    assert all(line in shown for line in lines.splitlines())

@@ -267,7 +267,7 @@ def test_text_says_what_changed() -> None:
     slow = tuple(summarize(one.name, [3 * ns for ns in one.samples_ns]) for one in old.measurements)
     fewer = replace(old.program, calls=old.program.calls[:-1])
     text = diff(old, replace(old, program=fewer, measurements=slow)).to_text(120)
-    assert "The chosen run (nimble) is 3.00x slower than the old one (" in text
+    assert "The prepared run is 3.00x slower than the old one (" in text
     assert "1 call removed" in text
     assert re.search(r"Calls removed \(1\)\n  - .*, call 59\n", text)
     assert "Environment" not in text

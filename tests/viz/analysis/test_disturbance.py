@@ -9,7 +9,8 @@ import pytest
 
 from nimble_core.ir.measurement import summarize
 from nimble_viz.analysis.disturbance import disturbances, why_undecided
-from nimble_viz.analysis.summary import summary, verdict
+from nimble_viz.analysis.summary import summary
+from nimble_viz.analysis.tiles import verdict
 from nimble_viz.render.report import Report
 from tests.support.sample_reports import sample_report, timed
 
@@ -44,7 +45,7 @@ def test_what_the_machine_did_is_named(where: dict[str, Any], said: str) -> None
     report = quiet(**where)
     assert disturbances(report) == (said,)
     assert why(report).startswith(f"{said}; ")
-    assert f"; undecided: {why(report)}; " in verdict(report)
+    assert f"; {why(report)}; " in verdict(report)
     assert f"while measuring: {said}" in summary(report)["warnings"]
     decided = timed(report, {"eager": 9e5, "single": 5e5, "nimble": 5e5})
     assert said not in verdict(decided)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nimble_core.ir.measurement import summarize
-from nimble_viz.analysis.summary import peers, summary, verdict
+from nimble_viz.analysis.summary import peers, summary
+from nimble_viz.analysis.tiles import verdict
 from nimble_viz.report.data import PeerResult
 from tests.support.sample_reports import fused_report, sample_report
 

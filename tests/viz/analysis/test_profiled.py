@@ -8,8 +8,8 @@ import pytest
 
 from nimble_core.ir.measurement import summarize
 from nimble_viz.analysis.overhead import PARTS, grouped, idle_causes, module_tree, overhead
-from nimble_viz.analysis.phases import PHASES, phases, profiled, profiled_verdict, span_phases
-from nimble_viz.analysis.summary import verdict
+from nimble_viz.analysis.phases import PHASES, phases, profiled, span_phases
+from nimble_viz.analysis.tiles import verdict
 from nimble_viz.render.report import Report
 from nimble_viz.render.text import plain_text
 from nimble_viz.report.data import Bound
@@ -29,13 +29,14 @@ def with_bound(report: Report, *ns: float, unprofiled: float = 0.0, loader: floa
 
 
 def test_the_verdict_is_the_largest_share(report: Report) -> None:
-    assert verdict(report) == profiled_verdict(report)
-    assert "host-bound: 51.8% (518 µs) the host's own, 22.0% (220 µs) input, 26.2%" in verdict(report)
-    assert "input-bound: 60.0%" in verdict(with_bound(report, 60, 30, 10))
-    assert "device-bound: 50.0%" in verdict(with_bound(report, 30, 50, 20))
+    told = verdict(report)
+    assert "host-bound: host 51.8% (518 µs), device 26.2% (262 µs), input 22.0% (220 µs); under the profiler" in told
+    assert "the host waits for the device 2 times in it" in told
+    assert "input-bound: host 10.0%" in verdict(with_bound(report, 60, 30, 10))
+    assert "device-bound: host 20.0%" in verdict(with_bound(report, 30, 50, 20))
     host = replace(report, environment=replace(report.environment, device="cpu"))
-    assert "compute-bound: 50.0%" in verdict(with_bound(host, 30, 50, 20))
-    assert "made to wait" not in verdict(host)
+    assert "compute-bound: host 20.0% (20 ns), computing 50.0%" in verdict(with_bound(host, 30, 50, 20))
+    assert "waits for" not in verdict(host)
 
 
 def test_shares_are_those_without_the_profiler_where_it_was_timed(report: Report) -> None:
@@ -45,7 +46,7 @@ def test_shares_are_those_without_the_profiler_where_it_was_timed(report: Report
     assert found is not None
     assert {row["name"]: row["ns"] for row in found["rows"]} == {"input": 320_000, "device": 262_000, "host": 118_000}
     assert (found["bound"], found["basis"]) == ("input", "of an iteration without the profiler")
-    assert "takes 700 µs ± 0.0% (median of 9 iterations, without the profiler); input-bound: 45.7%" in verdict(timed)
+    assert "takes 700 µs; input-bound: host 16.9% (118 µs), device 37.4% (262 µs), input 45.7%" in verdict(timed)
     short = profiled(with_bound(report, 220_000, 262_000, 518_000, unprofiled=100_000, loader=90_000))
     assert short is not None
     assert [row["ns"] for row in short["rows"]] == [100_000, 0, 0]
@@ -112,4 +113,4 @@ def test_an_optimizer_whose_calls_eager_did_not_make_has_one_row() -> None:
     trees = {root.path: root for root in module_tree(report)}
     assert trees["(the optimizer)"].eager == list(report.overhead.shared)
     assert overhead(report)["shared"] == {"name": name, "calls": list(report.overhead.shared)}
-    assert name in plain_text(report, 140)
+    assert name in plain_text(report, 140, full=True)

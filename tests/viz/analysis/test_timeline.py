@@ -77,7 +77,7 @@ def test_a_failed_self_check_marks_page_text_exports_and_value() -> None:
     assert shown["marks"] == ["UNRELIABLE: 3 of 4 nodes seen in every replay"]
     assert dict(shown["facts"])["Gaps, calls in flight"] == "not derived: kernels are missing"
     assert shown["longest"] == shown["gaps"]["span"] == []
-    assert "UNRELIABLE: 3 of 4 nodes seen in every replay" in plain_text(report, 120)
+    assert "UNRELIABLE: 3 of 4 nodes seen in every replay" in plain_text(report, 120, full=True)
     assert any("unreliable" in warning for warning in summary(report)["warnings"])
     process = make_trace(report).processes[0]
     assert "UNRELIABLE" in process.labels
@@ -104,7 +104,7 @@ def test_a_simulation_is_never_shown_without_its_label() -> None:
     report = report_of(line)
     assert timelines(report)[0]["marks"] == ["SIMULATED, not measured"]
     assert "SIMULATED, not measured: nimble replay" in axis_note(report)
-    assert "SIMULATED" in plain_text(report, 200)
+    assert "SIMULATED" in plain_text(report, 200, full=True)
     assert any("simulated" in label for label in make_trace(report).processes[0].labels)
 
 

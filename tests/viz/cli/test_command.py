@@ -19,6 +19,7 @@ from nimble_viz import __version__, load
 from nimble_viz.cli.command import main
 from nimble_viz.collect.progress import Progress
 from nimble_viz.collect.sampler import Counts
+from nimble_viz.render.html import page
 from nimble_viz.render.report import Report
 from tests.support.sample_reports import sample_report
 
@@ -111,6 +112,24 @@ def test_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (tmp_path / "r.html").exists()
     assert main(["show", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == load(path).summary()
+
+
+def test_show_is_short_unless_all_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(sample_report(12).save(tmp_path / "r.nimble"))
+    assert main(["show", path]) == 0
+    short = capsys.readouterr().out
+    assert len(short.splitlines()) <= 12
+    assert main(["show", path, "--full"]) == 0
+    full = capsys.readouterr().out
+    assert "Streams and synchronisations" in full
+    assert "Streams and synchronisations" not in short
+
+
+def test_diff_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = (sample_report(12).save(tmp_path / name) for name in ("old.nimble", "new.nimble"))
+    assert main(["diff", str(old), str(new), "--html", str(tmp_path / "d.html")]) == 0
+    assert capsys.readouterr().out.startswith("nimble_viz diff: SampleNet")
+    assert (tmp_path / "d.html").read_text(encoding="utf-8") == page(load(new), before=load(old))
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_the_value_is_the_report(run: Any, inputs: str) -> None:
     assert isinstance(result.result, Report)
     assert result.result.model == "Net"
     assert ("mul" in {call.label for call in result.result.program.calls}) == ("mask" in inputs)
-    assert "over eager" in result.printed
+    assert "nimble_viz: Net, float32, batch 4" in result.printed
 
 
 def test_options_reach_compare_and_a_name_is_bound(run: Any, shell: Any) -> None:

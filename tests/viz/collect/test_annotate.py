@@ -103,7 +103,7 @@ def test_what_did_not_match_is_named(tmp_path: Path) -> None:
     said = found.to_text()
     assert "37 of 40 nodes seen in every replay" in said
     assert said.endswith("  NOT every node matched: this timeline is unreliable\n")
-    assert "UNRELIABLE" in nimble_viz.render.text.plain_text(found.report)
+    assert "UNRELIABLE" in nimble_viz.render.text.plain_text(found.report, full=True)
 
 
 def test_rows_join_to_the_export(tmp_path: Path) -> None:

@@ -110,8 +110,8 @@ def test_costs_that_a_replay_refutes_are_unknown() -> None:
     assert (report.costs.source, report.critical_path_ns) == ("uniform", 0.0)
     (warning,) = (one for one in report.warnings if "what each call costs is unknown" in one)
     assert "the machine was not quiet" in warning
-    assert "Distance to the limit" in on_fake(model, x).to_text()
-    assert "Distance to the limit" not in report.to_text()
+    assert "Distance to the limit" in on_fake(model, x).to_text(full=True)
+    assert "Distance to the limit" not in report.to_text(full=True)
 
 
 # -- the model stays as it was -------------------------------------------------------------------------------------
@@ -350,5 +350,5 @@ def test_a_model_that_cannot_be_split_says_so() -> None:
     assert "changed outside of torch" in said
     assert "test_compare.py" in said
     assert "launch" not in said
-    assert "the model is called as it is: " in " ".join(plain_text(report).split())
+    assert "the model is called as it is: " in " ".join(plain_text(report, full=True).split())
     assert all(check.passed for check in report.checks)

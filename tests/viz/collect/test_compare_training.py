@@ -18,7 +18,7 @@ from nimble_core.utils.errors import InputError
 from nimble_viz.analysis.dag_layout import nest
 from nimble_viz.analysis.live_memory import memory
 from nimble_viz.analysis.phases import PHASES, phase_syncs, phases
-from nimble_viz.analysis.summary import verdict
+from nimble_viz.analysis.tiles import verdict
 from nimble_viz.collect.compare import compare
 from nimble_viz.collect.compare_training import Training, TrainingRun
 from nimble_viz.render.report import Report
@@ -69,7 +69,7 @@ def test_all_stays_as_it_was_and_the_report_says_how_steps_ran(make: Make | None
     unchanged(before, everything(net, optimizer, given.get("scaler")))
     assert found.complete
     assert all(check.passed for check in found.checks), found.checks
-    text = " ".join(plain_text(found, 200).split())
+    text = " ".join(plain_text(found, 200, full=True).split())
     assert ("under bfloat16 autocast" in text) == ("under autocast to bfloat16" in text) == ("autocast" in given)
     assert ("clipped to a norm of 0.01" in text) == ("clip_grad_norm" in given)
     assert ("scaled by 256" in text) == ("scaler" in given)
@@ -315,12 +315,12 @@ def test_memory_is_held_against_eagers_peak(report: Report) -> None:
     on_host = memory(known)
     assert not any(row["against"] for row in on_host["engines"])  # how much a process grows is another measure
     assert on_host["facts"][0][0] == "Growth of the process in an eager run"
-    assert "of eager's peak" not in plain_text(known, 120)
+    assert "of eager's peak" not in plain_text(known, 120, full=True)
     known = replace(known, environment=replace(known.environment, device="cuda"))
     on_gpu = memory(known)
     assert next(row for row in on_gpu["engines"] if row["chosen"] or row["held"])["against"] == "0.50x"
     assert on_gpu["facts"][0][0] == "Eager's peak above model and optimizer state"
-    assert "of eager's peak: what is held" in plain_text(known, 120)
+    assert "of eager's peak: what is held" in plain_text(known, 120, full=True)
 
 
 def test_phases_are_the_outermost_groups_of_the_graph() -> None:

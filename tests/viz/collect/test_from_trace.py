@@ -40,11 +40,11 @@ def test_a_trace_of_a_gpu_is_a_report(gpu_report: Report) -> None:
     assert gpu_report.environment.device_name == "NVIDIA H200"
     assert gpu_report.sampling is not None
     assert (gpu_report.sampling.seen, gpu_report.sampling.timed, gpu_report.sampling.profiled) == (3, 0, 3)
-    text = gpu_report.to_text(120)
+    text = gpu_report.to_text(120, full=True)
     for part in (
-        "one batch of the data loader takes 1.00 ms under the profiler; host-bound: 51.8% (518 µs) the host's own",
-        "22.0% (220 µs) input",
-        "the host is made to wait 2 times an iteration",
+        "1.00 ms one batch of the data loader",
+        "host-bound: host 51.8% (518 µs), device 26.2% (262 µs), input 22.0% (220 µs)",
+        "the host waits for the device 2 times in it",
         "Idle: host late, nothing queued",
         "709 µs, 70.9%",
         "Memcpy HtoD (Pageable -> Device) (copy)",

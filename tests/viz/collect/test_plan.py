@@ -19,7 +19,8 @@ from nimble_core.scheduling.verify_schedule import check_schedule
 from nimble_core.tracing.recorder import record
 from nimble_core.tracing.signature import Signature
 from nimble_core.utils.errors import CaptureError, InputError, NotStaticError
-from nimble_viz.analysis.summary import planned, verdict
+from nimble_viz.analysis.labels import planned
+from nimble_viz.analysis.tiles import verdict
 from nimble_viz.render.text import plain_text
 from tests.support.models import CASES, Wide, make
 
@@ -34,10 +35,11 @@ def test_a_plan_is_a_report_that_says_so(target: str, tmp_path: Path) -> None:
     assert planned(report)
     assert report.measurements == report.checks == report.timelines == ()
     sentence = verdict(report)
-    assert sentence.startswith("plan: nothing was run; nimble puts 12 calls on 5 streams with 4 synchronisations")
+    assert sentence.startswith("Plan: nothing was run; 12 calls on 5 streams, ")
+    assert "(nimble), with 4 synchronisations" in sentence
     assert f"float32, batch 2, planned for {target}" in sentence
-    assert "plan: nothing was run" in plain_text(report, 120)
-    assert f"no device (planned for {target})" in plain_text(report, 120)
+    assert "plan: nothing was run" in plain_text(report, 120, full=True)
+    assert f"no device (planned for {target})" in plain_text(report, 120, full=True)
     assert "plan: nothing was run" in report.to_html(tmp_path / "plan.html").read_text(encoding="utf-8")
     assert "plan: nothing was run" in report._repr_mimebundle_()["text/plain"]
     assert nimble_viz.load(report.save(tmp_path / "plan.nimble")) == report
@@ -48,7 +50,7 @@ def test_every_model_can_be_planned_and_the_plan_fits_the_real_program(name: str
     model, args, kwargs = make(name)
     report = nimble_viz.plan(model, *args, kwargs=kwargs, target="cpu")
     assert planned(report)
-    plain_text(report, 80)
+    plain_text(report, 80, full=True)
     program = record(model, Signature(args, kwargs), args=args, kwargs=kwargs).program
     assert schedule_of(report.plan, program, build_graph(program)).stream == report.schedules[-1].stream
 

@@ -131,8 +131,8 @@ def test_the_command_line(script: Path, tmp_path: Path, capsys: pytest.CaptureFi
     code = main(["profile", "--save", str(out), "--html", str(html), str(script), "30", "0", "3"])
     assert code == 3  # the script's own
     text = capsys.readouterr().out
-    assert text.startswith("trained 4\nnimble_viz: train.py\n")
-    assert "bound:" in text
+    assert text.startswith("trained 4\nnimble_viz: train.py, profile of code as it is")
+    assert "-bound: " in text
     report = nimble_viz.load(out)
     assert report.sampling is not None
     assert "<html" in html.read_text()
@@ -146,7 +146,7 @@ def test_a_script_that_raises_is_reported_first(tmp_path: Path, capsys: pytest.C
     path, out = written(tmp_path, f"{LOOP}raise LookupError('mine')"), tmp_path / "out.nimble"
     with pytest.raises(LookupError, match="mine"):
         main(["profile", "--save", str(out), str(path)])
-    assert capsys.readouterr().out.startswith("nimble_viz: own.py\n")
+    assert capsys.readouterr().out.startswith("nimble_viz: own.py, ")
     taken = nimble_viz.load(out).sampling
     assert taken is not None
     assert (taken.iteration, taken.timed, taken.profiled) == ("one call of the outermost module", 10, 3)

@@ -10,7 +10,7 @@ from importlib import resources
 
 import pytest
 
-from nimble_viz.analysis.summary import verdict
+from nimble_viz.analysis.tiles import tiles
 from nimble_viz.render.html import fragment, page
 from tests.support.sample_reports import CASES, HOSTILE, RENDERED, sample_report
 
@@ -46,7 +46,7 @@ def test_page_is_self_contained(name):
     assert not [attrs["src"] for _, attrs in tags if "src" in attrs]
     assert [attrs["href"] for _, attrs in tags if "href" in attrs] == ["data:,"]
     assert "default-src 'none'" in text
-    assert _data(text)["summary"]["verdict"] == verdict(report)
+    assert _data(text)["summary"]["tiles"] == tiles(report)
     assert len(text.encode()) < 6_000_000
 
 
@@ -65,7 +65,7 @@ def test_fragment_is_a_sandboxed_frame_with_readable_text():
     assert frame["sandbox"] == "allow-scripts"
     assert _unpacked(frame["srcdoc"]) == page(report)
     outside = text.split("</iframe>")[1]
-    assert html.escape(verdict(report)) in " ".join(outside.split())
+    assert html.escape(report.to_text(100)) in outside
     assert "<details open>" in outside
     assert "<pre>" in outside
 

@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 
 from nimble_viz.analysis.overhead import module_tree
+from nimble_viz.analysis.tiles import tiles
 from nimble_viz.render.html import fragment, page
 from nimble_viz.render.pane import PANES
+from tests.support.first_screen import FIRST_SCREEN, assert_first_screen
 from tests.support.sample_reports import (
     CASES,
     RENDERED,
@@ -53,19 +55,41 @@ _GOOD = """() => {
 
 
 @pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [1400, 700])
+@pytest.mark.parametrize("make", [fused_report, profile_report, training_report])
+def test_the_first_screen_is_three_tiles_and_one_picture(opened, make, width, dark):
+    shown = opened(page(make()), dark=dark, width=width)
+    shown.page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    assert_first_screen(shown.page.evaluate(f"({FIRST_SCREEN})(document)"))
+    shown.page.click(".nv-picture canvas")
+    assert shown.page.is_visible("#nv-pane-timeline")
+
+
+def test_what_to_do_next_is_copied(opened):
+    report = sample_report(60)
+    shown = opened(page(report))
+    shown.page.evaluate("document.addEventListener('copy', () => { window.copied = getSelection().toString(); })")
+    shown.page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+    shown.page.click(".nv-tile-next .nv-copy")
+    assert shown.page.inner_text(".nv-tile-next .nv-copy") == "Copied"
+    assert shown.page.evaluate("copied") == tiles(report)["next"]["code"]
+
+
+@pytest.mark.parametrize("dark", [False, True])
 def test_nothing_undecided_is_bold_or_green_and_what_is_decided_is(opened, dark):
     shown = opened(page(busy_report()), dark=dark)
     good = shown.page.evaluate(_GOOD)
     found = shown.page.evaluate(_OF_TEXT, "undecided")
     assert len(found) >= 6  # the headline, its reason, cells, outcomes
     assert [one for one in found if one["weight"] != "400" or one["colour"] == good] == []
-    (head,) = (one for one in found if "undecided against eager (" in one["text"])
-    assert "load 14 on 2 cores" in head["text"]
+    assert found[0]["text"] == "undecided"
+    assert "Load 14 on 2 cores" in shown.page.inner_text(".nv-tile-prepared")
     report = sample_report(24, device="cpu")
     sure = opened(page(report), dark=dark)
     told = sure.page.evaluate(_OF_TEXT, f"{report.ratio('nimble').value:.2f}x")
     assert good in {one["colour"] for one in told}
-    assert sure.page.evaluate("getComputedStyle(document.querySelector('.nv-verdict')).fontWeight") == "550"
+    (figure,) = (one for one in told if one["text"].endswith("x faster"))
+    assert (figure["colour"], figure["weight"]) == (good, "600")
 
 
 @pytest.mark.slow
@@ -81,7 +105,6 @@ def test_the_summary_shows_what_was_tried_emitted_held_and_worth_it(opened):
         assert part in text
     assert "outputs differ" in shown.page.inner_text("#nv-pane-summary tr.nv-wrong")
     assert shown.page.locator("#nv-pane-summary tr.nv-wrong").count() == 1
-    assert "4 streams are worth it" in text
     assert "Saved by reuse" in text
     shown.page.click("text=13 plans more")
     assert shown.page.is_visible("text=contention, 7 streams")
@@ -92,7 +115,7 @@ def test_the_summary_shows_what_was_tried_emitted_held_and_worth_it(opened):
 @pytest.mark.slow
 def test_a_plan_and_an_old_file_show_only_what_they_know(opened):
     for report, missing in (
-        (plan_report(), ("Same outputs", "Memory", "Kernels in flight", "Fork", "worth it", "not read")),
+        (plan_report(), ("Same outputs", "Memory", "Kernels in flight", "Fork", "not read")),
         (old_report(), ("Plans that were tried", "Fork", "Saved by reuse")),
     ):
         shown = opened(page(report))
@@ -108,10 +131,12 @@ def test_a_plan_and_an_old_file_show_only_what_they_know(opened):
 @pytest.mark.slow
 def test_a_profile_shows_its_bound_and_says_what_it_has_not(opened):
     shown = opened(page(profile_report()))
-    assert "host-bound: 51.8%" in shown.page.inner_text(".nv-verdict")
+    now = " ".join(shown.page.inner_text(".nv-tile-now").split())
+    assert "host-bound host 51.8% 518 µs device 26.2% 262 µs input 22.0% 220 µs" in now
+    assert "from nimble_viz import compare" in shown.page.inner_text(".nv-tile-prepared pre")
     text = shown.page.inner_text("#nv-pane-summary")
     for part in (
-        "What an iteration is spent on",
+        "What was profiled",
         "What computes",
         "One iteration by phase",
         "loader",
@@ -292,6 +317,31 @@ def test_modules_hold_what_is_in_them(opened):
     assert rows.count() == len(module_tree(report))
     shown.page.evaluate("nimbleViewer.select(17)")
     assert shown.page.locator("#nv-pane-overhead .nv-row.nv-on").count() == 1
+    assert shown.troubles == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [fused_report, lambda: sample_report(60, device="cpu")])
+def test_an_icicle_leads_from_a_module_down_to_a_call(opened, make):
+    report = make()
+    shown = opened(page(report))
+    shown.page.click("#nv-tab-overhead")
+    ice = shown.page.locator("#nv-pane-overhead .nv-ice button")
+    roots = [row.path.partition(".")[0] for row in module_tree(report)]
+    assert ice.nth(1).get_attribute("aria-label").partition(".")[0] in roots
+    kinds = {one.partition("-ice-")[2] for one in ice.evaluate_all("nodes => nodes.map((node) => node.className)")}
+    gpu = report.environment.device == "cuda"
+    assert kinds == ({"module", "operator", "kernel"} if gpu else {"module", "operator"})
+    last = shown.page.locator("#nv-pane-overhead .nv-ice-operator").first
+    name = last.get_attribute("aria-label")
+    last.click()
+    wide = shown.page.locator(f"#nv-pane-overhead .nv-ice-operator[aria-label='{name}']").first.bounding_box()
+    assert wide["width"] == pytest.approx(ice.first.bounding_box()["width"], abs=2)
+    marked = shown.page.evaluate("nimbleViewer.marked()")["eager"]
+    assert marked
+    assert {report.eager_calls[call].label for call in marked} == {name}
+    shown.page.click("#nv-pane-overhead .nv-icicle >> text=Host time")
+    assert shown.page.get_attribute("#nv-pane-overhead .nv-icicle button:has-text('Host')", "aria-pressed") == "true"
     assert shown.troubles == []
 
 

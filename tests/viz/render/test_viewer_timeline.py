@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -127,3 +128,33 @@ def test_the_page_derives_what_runs_side_by_side_and_where_gaps_are(opened, name
         zero = min(span.start_ns for span in line.spans)
         assert derived["gaps"]["start"] == pytest.approx([gap.start_ns - zero for gap in gaps], abs=1)
         assert derived["gaps"]["length"] == pytest.approx([gap.end_ns - gap.start_ns for gap in gaps], abs=1)
+
+
+@pytest.mark.slow
+def test_what_got_slower_is_red_beside_what_was_before(opened):
+    old = sample_report(60)
+    ns = tuple(3 * one if call == 5 else one for call, one in enumerate(old.costs.ns))
+    new = replace(old, costs=replace(old.costs, ns=ns))
+    shown = opened(page(new, before=old))
+    assert "5 " in shown.page.inner_text("#nv-pane-summary section:has-text('What got slower') td >> nth=0")
+    assert "3.00x" in shown.page.inner_text("#nv-pane-summary section:has-text('What got slower')")
+    shown.page.click("#nv-tab-timeline")
+    assert shown.page.is_visible("#nv-pane-timeline .nv-legend >> text=slower than before")
+    red = [int(part) for part in re.findall(r"\d+", shown.page.evaluate(_BAD))]
+    seen = {run: shown.page.evaluate(_COLOUR, [run, 5]) for run in ("nimble", "before")}
+    assert (seen["nimble"] == red, seen["before"] == red) == (True, False)
+    assert shown.troubles == []
+
+
+_BAD = """() => {
+  const probe = document.body.appendChild(document.createElement("i"));
+  probe.style.color = "var(--bad)";
+  return getComputedStyle(probe).color;
+}"""
+_COLOUR = """async ([run, call]) => {
+  const { x, y } = nimbleViewer.timelinePoint(run, call);
+  await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+  const canvas = document.elementFromPoint(x, y), box = canvas.getBoundingClientRect();
+  const ratio = canvas.width / box.width, paint = canvas.getContext("2d");
+  return [...paint.getImageData((x - box.left) * ratio, (y - box.top - 8) * ratio, 1, 1).data].slice(0, 3);
+}"""

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from nimble_core.utils.errors import InputError
 from nimble_viz.render.widget import ReportWidget, Selection
+from tests.support.first_screen import FIRST_SCREEN, assert_first_screen
 from tests.support.lab import chromium
 from tests.support.sample_reports import RENDERED, fused_report, sample_report
 from tests.support.widget_page import widget_page
@@ -125,6 +126,17 @@ def test_clicks_reach_the_kernel_and_code_reaches_the_page(opened: Any) -> None:
     shown.evaluate("model.set('selected', { calls: [], eager: [] })")
     assert not shown.is_visible("aside")
     assert shown.evaluate("saved.filter((name) => name === 'selected').length") == 3  # nothing is told twice
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [1400, 700])
+def test_the_first_screen_is_that_of_the_page(opened: Any, width: int, dark: bool) -> None:
+    shown = opened(fused_report().dashboard(), dark=dark, width=width)
+    shown.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    root = "document.querySelector('.nimble-viewer').shadowRoot"
+    assert_first_screen(shown.evaluate(f"() => ({FIRST_SCREEN})({root})"))
+    assert shown.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
 @pytest.mark.browser

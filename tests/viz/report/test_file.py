@@ -43,7 +43,7 @@ def test_round_trip_of_every_case(tmp_path: Path, case: str) -> None:
 @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.name)
 def test_recordings_of_this_and_earlier_versions_can_be_shown(tmp_path: Path, path: Path) -> None:
     report = load(path)
-    assert "Streams and synchronisations" in plain_text(report, 80)
+    assert "Streams and synchronisations" in plain_text(report, 80, full=True)
     packed(report)
     assert load(report.save(tmp_path / "again.nimble")) == report
 
@@ -189,7 +189,7 @@ def _refused_or_drawn(path: Path) -> None:
         report = load(path)
     except ReportFileError:
         return
-    plain_text(report, 80).encode()
+    plain_text(report, 80, full=True).encode()
     packed(report)
 
 
