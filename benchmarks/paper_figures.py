@@ -55,22 +55,28 @@ def speeds(rows: Rows, ways: Sequence[str], *, training: bool = False) -> str:
 
 
 def streams_against_concurrency(rows: Rows) -> str:
-    """Draw what several streams gain over one against the degree of concurrency; areas are MACs."""
-    found = gains(rows)
+    """Draw what several streams gain over one, models in the order of their degree of concurrency."""
+    found = sorted(gains(rows), key=lambda one: (one.width, one.macs))
     if not found:
         return f"<p>{NOTHING}</p>"
-    widest, most = max(one.width for one in found), max(2.0, *(one.speed for one in found))
-    heaviest = max(one.macs for one in found) or 1.0
-    out = []
-    for one in found:
-        x, y = 60 + 480 * one.width / widest, 250 - 220 * (one.speed - 0.8) / (most - 0.8)
-        radius = 4 + 14 * (one.macs / heaviest) ** 0.5
-        out.append(f'<circle cx="{x:.0f}" cy="{y:.0f}" r="{radius:.1f}" fill="{COLOURS[4]}" opacity="0.7"/>')
-        out.append(_text(x + radius + 3, y + 4, f"{one.title} {one.speed:.2f}x, {one.width:.0f} calls", 11))
-    level = 250 - 220 * 0.2 / (most - 0.8)
-    out.append(f'<line x1="50" y1="{level:.0f}" x2="660" y2="{level:.0f}" stroke="currentColor" opacity="0.4"/>')
-    said = "right: more calls that can run at once; up: faster than one stream (line: 1x); larger: more MACs"
-    return _svg([*out, _text(4, 275, said)], 284)
+    scale = 300 / max(one.speed for one in found)
+    out = [
+        _text(4, 14, "model"),
+        _text(130, 14, "calls at once"),
+        _text(225, 14, "MACs"),
+        _text(310, 14, "over one stream"),
+    ]
+    for at, one in enumerate(found):
+        y = 22 + 20 * at
+        out += [_text(4, y + 12, one.title), _text(150, y + 12, f"{one.width:.0f}")]
+        out.append(_text(225, y + 12, f"{one.macs / 1e9:.1f} G"))
+        colour = COLOURS[3 if one.speed > 1.02 else 0]
+        out.append(f'<rect x="310" y="{y}" width="{one.speed * scale:.1f}" height="14" fill="{colour}"/>')
+        out.append(_text(315 + one.speed * scale, y + 12, f"{one.speed:.2f}x", 12))
+    bottom = 24 + 20 * len(found)
+    line = f'x1="{310 + scale:.1f}" y1="20" x2="{310 + scale:.1f}" y2="{bottom}"'
+    out.append(f'<line {line} stroke="currentColor" stroke-dasharray="4 3"/>')
+    return _svg(out, bottom + 6)
 
 
 def host_speeds(rows: Rows, name: str, way: str = "several") -> str:
@@ -95,10 +101,12 @@ def host_speeds(rows: Rows, name: str, way: str = "several") -> str:
 
 
 def _legend(names: Sequence[str]) -> list[str]:
-    out, x = [], 4.0
+    out, x, y = [], 4.0, 2
     for name, colour in zip(names, COLOURS, strict=False):
-        out.append(f'<rect x="{x:.0f}" y="8" width="12" height="12" fill="{colour}"/>')
-        out.append(_text(x + 16, 18, name, 12))
+        if x + 16 + 7 * len(name) > 715:
+            x, y = 4.0, y + 17
+        out.append(f'<rect x="{x:.0f}" y="{y}" width="12" height="12" fill="{colour}"/>')
+        out.append(_text(x + 16, y + 11, name, 12))
         x += 26 + 7 * len(name)
     return out
 
