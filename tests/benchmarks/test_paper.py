@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from benchmarks import cyclegan, paper
+from benchmarks.models import Training
 from benchmarks.paper_rows import LARGE, PUBLISHED, ROWS
 from benchmarks.store import Record, read, write
 from benchmarks.table import NOTHING
@@ -105,6 +106,17 @@ def test_every_published_figure_has_its_row_and_results_are_of_rows() -> None:
     assert {*PUBLISHED, *LARGE} <= {*ROWS}
     assert {row.dtype for row in ROWS.values()} == {"strict"}
     assert {one.row for one in read(paper.STORE)} <= {*ROWS}
+
+
+@pytest.mark.parametrize("name", ["resnet50", "train-bert", "train-resnet50-imagenet"])
+def test_a_row_of_each_kind_is_small_when_asked(name: str) -> None:
+    given = ROWS[name].build("cpu", True)
+    if isinstance(given, Training):
+        (x, target), model = given.batch(), given.make()
+        given.loss_fn(model(x), target).backward()
+        assert any(one.grad is not None and one.grad.any() for one in model.parameters())
+    else:
+        assert given.model(*given.fresh()[0]).isfinite().all()
 
 
 def test_one_step_of_cyclegan_has_the_gradients_of_its_two_steps() -> None:
