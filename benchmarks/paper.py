@@ -169,10 +169,8 @@ def hosts(rows: Rows) -> str:
     for training in (False, True):
         for title, ways in _of(rows, training=training):
             each = host(ways)
-            product = each[0] * each[1] if each else None
-            cells = [_shown(each[0] if each else None, ".1f"), _shown(each[1] if each else None), _shown(product)]
-            share = idle(ways)
-            cells += [_shown(median_of(ways, "one-stream", "device_us")), _shown(share, ".0%")]
+            cells = [f"{each[0]:.1f}", f"{each[1]}", f"{each[0] * each[1]:.0f}"] if each else ["–"] * 3
+            cells += [_shown(median_of(ways, "one-stream", "device_us")), _shown(idle(ways), ".0%")]
             ratios = [_shown(ratio_at(ways, "several", us), ".2f", "x") for us in HOSTS_US]
             found.append([title, *cells, speed(ways, "several"), *ratios])
     return _lines([*heads, *(f"at {us} µs" for us in HOSTS_US)], found)
@@ -224,7 +222,9 @@ def claims(rows: Rows) -> str:
             said = verdict(gain.value if gain.decided else gain.low, published)
             cells = [f"{published:.2f}x", f"{gain.value:.2f}x", said, _reason(ways, way, gain.value, published)]
             found.append([f"{title}: faster than eager", *cells])
-    return _lines(["claim", "published (V100)", "here", "verdict", "why"], [*found, *_others(rows)])
+    gpus = {str(one.environment.get("device_name")) for ways in rows.values() for one in ways.values()}
+    heads = ["claim", "published (V100)", f"here ({', '.join(sorted(gpus))})", "verdict", "why"]
+    return _lines(heads, [*found, *_others(rows)])
 
 
 def _others(rows: Rows) -> Iterable[list[str]]:
