@@ -5,6 +5,7 @@
 #   make test     lint, types, import contracts, and the tests of the inner loop: under 8 minutes on two cores
 #   make test-all the slow compiler, browser and notebook tests too; before submitting what touches any of these
 #   make fuzz     random models beside eager, FUZZ cases of them (20000); goes on where it was stopped
+#   make paper    the claims of the Nimble paper beside what is measured here (docs/paper.md); goes on where it stopped
 #   make bench    scheduling and replay benchmarks (benchmarks/README.md)
 #   make clean    remove what these made
 #
@@ -27,7 +28,7 @@ PINS := $(if $(findstring --system-site-packages,$(VENV_FLAGS)),,--constraint co
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --max-worker-restart 0
 INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(PIP_FLAGS) $(PINS)
 
-.PHONY: demo docs test test-all lint fuzz bench clean
+.PHONY: demo docs test test-all lint fuzz paper bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -52,6 +53,16 @@ lint: $(VENV)/.test
 FUZZ ?= 20000
 fuzz: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.fuzz --count $(FUZZ) --out fuzz.jsonl
+
+# Begins nothing after PAPER_S seconds. Without a GPU the page is written of what was measured before.
+PAPER ?= benchmarks/results/paper-h200.jsonl.gz
+PAPER_S ?= 20000
+paper: $(VENV)/.test
+	@if command -v nvidia-smi >/dev/null 2>&1; then \
+	  $(BIN)/python -m benchmarks.runner --models benchmarks.paper --rows all --together 0 --anchor graph \
+	    --ways eager,torchscript,compile,graph,one-stream,fused,selected,several,streams,drop-in-one-stream,drop-in-several \
+	    --out $(PAPER) --cache .inductor --limit-s $(PAPER_S); fi
+	$(BIN)/python -m benchmarks.paper --store $(PAPER)
 
 bench: $(VENV)/.test
 	-$(BIN)/python -m benchmarks.scheduling --calls 10000

@@ -24,8 +24,8 @@ from benchmarks import cells
 from benchmarks.llama import Size, llama
 
 __all__ = [
-    *("LOST", "ROWS", "SIX", "Inference", "Row", "Training", "calibrated", "example", "load"),
-    *("same_masks", "Work", "work", "work_of_compiled", "work_of_export", "work_of_recording"),
+    *("LOST", "ROWS", "SIX", "Build", "Inference", "Row", "Training", "calibrated", "example", "images", "load"),
+    *("same_masks", "sgd", "trained", "Work", "work", "work_of_compiled", "work_of_export", "work_of_recording"),
 ]
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -62,7 +62,8 @@ class Row:
 
     Args:
         title: the model's name in tables.
-        dtype: ``"float16"``, ``"bfloat16"``, ``"float32"`` (TF32 in convolutions alone) or ``"tf32"``.
+        dtype: ``"float16"``, ``"bfloat16"``, ``"float32"`` (TF32 in convolutions alone), ``"tf32"``, or ``"strict"``
+            (float32 without TF32).
         build: the model in float32, from the device and whether to be small; ``load`` casts it.
         extra: costly ways also measured on this row: ``"max-autotune"``, ``"aoti"``, ``"xla"``.
     """
@@ -74,6 +75,11 @@ class Row:
     build: Callable[[str, bool], Inference | Training]
     training: bool = False
     extra: tuple[str, ...] = ()
+
+    @property
+    def precision(self) -> str:
+        """The name that bounds have."""
+        return "float32" if self.dtype == "strict" else self.dtype
 
 
 Build = Callable[[int, str, bool], Inference | Training]
@@ -88,6 +94,7 @@ def load(row: Row, device: str, tiny: bool = False) -> Inference | Training:
     """
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = row.dtype == "tf32"
+    torch.backends.cudnn.allow_tf32 = row.dtype != "strict"
     try:
         built = row.build(device, tiny)
     except ModuleNotFoundError as error:
@@ -147,33 +154,38 @@ def _classifier(name: str, side: int, **options: Any) -> Any:
     return getattr(models, name)(weights=None, **sized, **options)
 
 
-def _images(name: str, size: int = 224, tiny_size: int = 64, calibrate: bool = True, **options: Any) -> Build:
+def images(name: str, size: int = 224, tiny_size: int = 64, calibrate: bool = True, **options: Any) -> Build:
     def build(batch: int, device: str, tiny: bool) -> Inference:
         side, count = (tiny_size, 1) if tiny else (size, batch)
         model = _classifier(name, side, **options).to(device)
 
-        def images(count: int) -> Tensor:
+        def drawn(count: int) -> Tensor:
             return torch.randn(count, 3, side, side, device=device)
 
-        return Inference(calibrated(model, images) if calibrate else model.eval(), lambda: ((images(count),), {}))
+        return Inference(calibrated(model, drawn) if calibrate else model.eval(), lambda: ((drawn(count),), {}))
 
     return build
 
 
-def _trained(name: str, rate: float) -> Build:
-    """Make a classifier of images of CIFAR-10's shape, trained by SGD with momentum."""
+def trained(name: str, rate: float, size: int = 32, classes: int = 10, **options: Any) -> Build:
+    """Make a classifier of images, of CIFAR-10's shape unless said, trained by SGD with momentum."""
 
     def build(batch: int, device: str, tiny: bool) -> Training:
-        model, count = _classifier(name, 32, num_classes=10).to(device).train(), 4 if tiny else batch
-        how: dict[str, Any] = {"fused": True} if device.startswith("cuda") else {}
-        sgd = partial(SGD, lr=rate, momentum=0.9, weight_decay=5e-4, **how)
+        side, count = (32, 4) if tiny else (size, batch)
+        model = _classifier(name, side, num_classes=classes, **options).to(device).train()
 
         def data() -> tuple[Tensor, Tensor]:
-            return torch.randn(count, 3, 32, 32, device=device), torch.randint(10, (count,), device=device)
+            return torch.randn(count, 3, side, side, device=device), torch.randint(classes, (count,), device=device)
 
-        return Training(lambda: copy.deepcopy(model), functional.cross_entropy, sgd, data)
+        return Training(lambda: copy.deepcopy(model), functional.cross_entropy, sgd(rate, device), data)
 
     return build
+
+
+def sgd(rate: float, device: str) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
+    """SGD with momentum, of parameters; fused on CUDA."""
+    how: dict[str, Any] = {"fused": True} if device.startswith("cuda") else {}
+    return partial(SGD, lr=rate, momentum=0.9, weight_decay=5e-4, **how)
 
 
 # -- transformers --------------------------------------------------------------------------------------------------
@@ -253,47 +265,47 @@ _DETR: dict[str, Any] = {
     "backbone_config": {"model_type": "resnet", "out_features": ["stage4"]}, "backbone": None,
     "use_timm_backbone": False, "use_pretrained_backbone": False,
 }  # fmt: skip
-_GOOGLENET = partial(_images, "torchvision.googlenet", init_weights=True, aux_logits=False)
+_GOOGLENET = partial(images, "torchvision.googlenet", init_weights=True, aux_logits=False)
 _BERT = _transformers("BertModel", {"input_ids": 128}, _SMALL)
 _SEGFORMER = partial(_transformers, "SegformerForSemanticSegmentation", small={"depths": [1] * 4}, depths=[3, 4, 6, 3])
 
 _TABLE = (
-    _row("resnet50", "ResNet-50", _images("torchvision.resnet50"), extra="max-autotune aoti xla"),
+    _row("resnet50", "ResNet-50", images("torchvision.resnet50"), extra="max-autotune aoti xla"),
     _row("bert", "BERT-base 128", _BERT, extra="max-autotune aoti"),
     _row("googlenet", "GoogLeNet", _GOOGLENET(), extra="max-autotune"),
-    _row("nasnet-mobile", "NASNet-A mobile", _images("cells.nasnet_a_mobile")),
+    _row("nasnet-mobile", "NASNet-A mobile", images("cells.nasnet_a_mobile")),
     _row("llama-decode", "Llama 1B decode step", _decode, "bfloat16", extra="max-autotune aoti"),
-    _row("train-resnet18", "ResNet-18 CIFAR", _trained("torchvision.resnet18", 0.004), "tf32", 32),
+    _row("train-resnet18", "ResNet-18 CIFAR", trained("torchvision.resnet18", 0.004), "tf32", 32),
     _row("googlenet-default-init", "GoogLeNet as made", _GOOGLENET(calibrate=False)),
-    _row("mobilenet-default-init", "MobileNetV2 as made", _images("torchvision.mobilenet_v2", calibrate=False)),
-    _row("randwire", "RandWire as made", _images("cells.randwire", calibrate=False), "float32"),
+    _row("mobilenet-default-init", "MobileNetV2 as made", images("torchvision.mobilenet_v2", calibrate=False)),
+    _row("randwire", "RandWire as made", images("cells.randwire", calibrate=False), "float32"),
     _row("segformer", "SegFormer", _SEGFORMER({"pixel_values": (3, 512, 512)})),
     _row("encoder", "torch.nn's encoder 128", _encoder),
     _row("bert-b8-tf32", "BERT-base 128", _BERT, "tf32", 8),
     _row("vit-tf32", "ViT-B/16", _transformers("ViTModel", _IMAGE, _SMALL), "tf32"),
-    _row("vit-l-b64", "ViT-L/16", _images("torchvision.vit_l_16"), "bfloat16", 64),
-    _row("mobilenet", "MobileNetV2", _images("torchvision.mobilenet_v2"), extra="max-autotune"),
-    _row("efficientnet", "EfficientNet-B0", _images("torchvision.efficientnet_b0"), extra="max-autotune"),
-    _row("resnet50-b64", "ResNet-50", _images("torchvision.resnet50"), batch=64),
+    _row("vit-l-b64", "ViT-L/16", images("torchvision.vit_l_16"), "bfloat16", 64),
+    _row("mobilenet", "MobileNetV2", images("torchvision.mobilenet_v2"), extra="max-autotune"),
+    _row("efficientnet", "EfficientNet-B0", images("torchvision.efficientnet_b0"), extra="max-autotune"),
+    _row("resnet50-b64", "ResNet-50", images("torchvision.resnet50"), batch=64),
     _row("vit-l", "ViT-L/16", _transformers("ViTModel", _IMAGE, _SMALL, **_LARGE), "bfloat16"),
-    _row("dla34", "DLA-34", _images("timm.dla34")),
-    _row("inception-v4", "Inception-v4", _images("timm.inception_v4", 299, 160)),
-    _row("densenet161", "DenseNet-161", _images("torchvision.densenet161")),
-    _row("swin-t", "Swin-T", _images("torchvision.swin_t")),
+    _row("dla34", "DLA-34", images("timm.dla34")),
+    _row("inception-v4", "Inception-v4", images("timm.inception_v4", 299, 160)),
+    _row("densenet161", "DenseNet-161", images("torchvision.densenet161")),
+    _row("swin-t", "Swin-T", images("torchvision.swin_t")),
     _row("detr", "DETR",
          _transformers("DetrForObjectDetection", {"pixel_values": (3, 480, 640)}, _SMALL_PAIR, **_DETR)),
     _row("whisper", "Whisper's encoder",
          _transformers("WhisperModel", {"input_features": (80, 3000)}, _SMALL_PAIR, "encoder")),
-    _row("nasnet-large", "NASNet-A large", _images("timm.nasnetalarge", 331)),
-    _row("hrnet-w18", "HRNet-W18", _images("timm.hrnet_w18")),
-    _row("inception-v3", "Inception-v3", _images("torchvision.inception_v3", 299, 299, init_weights=True)),
+    _row("nasnet-large", "NASNet-A large", images("timm.nasnetalarge", 331)),
+    _row("hrnet-w18", "HRNet-W18", images("timm.hrnet_w18")),
+    _row("inception-v3", "Inception-v3", images("torchvision.inception_v3", 299, 299, init_weights=True)),
     _row("clip", "CLIP ViT-B/32", _transformers("CLIPModel", {"input_ids": 77, **_IMAGE}, _SMALL_CLIP)),
     _row("gpt2", "GPT-2 128", _transformers("GPT2Model", {"input_ids": 128}, _SMALL_GPT2, use_cache=False)),
     _row("t5-small", "T5-small 128+32",
          _transformers("T5Model", {"input_ids": 128, "decoder_input_ids": 32}, _SMALL_T5, use_cache=False)),
-    _row("amoebanet", "AmoebaNet-A", _images("cells.amoebanet_a", 331)),
-    _row("darts", "DARTS", _images("cells.darts")),
-    _row("train-mobilenet", "MobileNetV2 CIFAR", _trained("torchvision.mobilenet_v2", 0.01), "tf32", 32),
+    _row("amoebanet", "AmoebaNet-A", images("cells.amoebanet_a", 331)),
+    _row("darts", "DARTS", images("cells.darts")),
+    _row("train-mobilenet", "MobileNetV2 CIFAR", trained("torchvision.mobilenet_v2", 0.01), "tf32", 32),
 )  # fmt: skip
 
 ROWS: Mapping[str, Row] = {row.name: row for row in _TABLE}

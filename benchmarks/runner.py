@@ -145,7 +145,7 @@ def _prepared(case: Case, way: str, blank: Record) -> tuple[Ready | None, Record
     cache = ("partly" if hits else "cold") if others else "warm" * bool(hits)
     said = (f"graph breaks: {breaks}",) * bool(breaks) + ("Inductor skipped CUDA graphs",) * bool(skips)
     found["notes"] = (*ready.notes, *(() if way in OURS else said), *found.get("notes", ()))
-    about = {name: getattr(ready, name) for name in ("chosen", "whole", "work_of")}
+    about = {name: getattr(ready, name) for name in ("chosen", "whole", "work_of", "counts")}
     seconds = None if case.job.waits else seconds
     return ready, replace(record, prepare_s=seconds, compile_cache=cache, **about, **found)
 
@@ -297,7 +297,8 @@ class Runner:
         return plan(names, self._anchor(row), held, again, self.blank.run, together=together, retrying=retrying)
 
     def _anchor(self, row: models.Row) -> str:
-        return _MODULES[row.training].ANCHOR if self.given.device == "cuda" else "eager"
+        own: str = self.given.anchor or _MODULES[row.training].ANCHOR
+        return own if self.given.device == "cuda" else "eager"
 
     def rows(self, rows: Mapping[str, models.Row], together: Sequence[str], *, retrying: bool) -> None:
         """Measure what is due of some rows; before that compile it, several ways at once."""
@@ -363,6 +364,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--out", type=Path, required=True, help="the store, for one device: benchmarks/results/h200.jsonl.gz")
     add("--rows", default="first", help="six, lost, first, all, or names")
     add("--ways", default="default", help="names; by default all that the device can do, and a row's costly ones")
+    add("--anchor", default="", help="measured beside what is measured of a row; by default compiled, captured by hand")
     add("--together", type=int, default=1, help="the first so many rows are also measured in one process")
     add("--again", default="", help="measure these ways again though they are held: ours, or names")
     add("--run", default="", help="name of this run, to go on with --again: what it has measured is held")

@@ -23,7 +23,8 @@ from nimble_core.utils.files import write_file
 
 MEASURES = ("latency_us", "throughput_us", "device_us", "host_us", "launch_us")
 SPEEDS = MEASURES[:3]  # by which ways are compared
-OURS = ("ours", "ours-static", "drop-in")
+LADDER = ("one-stream", "fused", "selected", "several", "streams", "drop-in-one-stream", "drop-in-several")
+OURS = ("ours", "ours-static", "drop-in", *LADDER)
 ANCHOR_BOUND = 0.05  # records whose anchors differ by more are marked
 
 
@@ -35,8 +36,9 @@ class Record:
     and ``effect`` how far eager's outputs move between inputs. ``whole`` says whether its CUDA graphs do all that a
     call does: otherwise ``device_us`` is a part of it, and compared with nothing. ``compile_cache`` says how Inductor's
     cache served ("warm", "cold", "partly"), ``work_of`` whose work ``work`` is ("eager", "traced" by torch.compile,
-    "exported", "recorded" by ours). ``anchor`` holds medians of the row's anchor in the same run; empty if it was not
-    measured. ``spent_s`` is the way's share of its process. ``error`` says why there are no samples.
+    "exported", "recorded" by ours). ``counts`` is what a plan of ours holds, and the seconds of each step of making it
+    (``ways.counts_of``). ``anchor`` holds medians of the row's anchor in the same run; empty if it was not measured.
+    ``spent_s`` is the way's share of its process. ``error`` says why there are no samples.
     """
 
     row: str
@@ -63,6 +65,7 @@ class Record:
     work: Mapping[str, int] = field(default_factory=dict)
     work_of: str = ""
     chosen: str = ""
+    counts: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     anchor: Mapping[str, float] = field(default_factory=dict)
     spent_s: float = 0.0

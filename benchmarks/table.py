@@ -32,7 +32,7 @@ EAGERS_KERNELS = ROOT / "benchmarks" / "results" / "cuda-h200.json"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
 NOTHING = "Not measured yet."
 MEASURES = {"latency_us": "latency", "throughput_us": "throughput", "device_us": "device time"}
-DTYPES = {"float32": "float32", "tf32": "TF32", "float16": "float16", "bfloat16": "bfloat16"}
+DTYPES = {"float32": "float32", "strict": "float32", "tf32": "TF32", "float16": "float16", "bfloat16": "bfloat16"}
 NAMES = {
     "graph": "eager by hand",
     "fr-graph": "Inductor by hand",

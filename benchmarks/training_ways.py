@@ -2,7 +2,7 @@
 
 As in ``benchmarks.ways``, one function from a ``Case`` to a ``Ready``, which is called with a batch and returns the
 loss. Each way has weights and an optimizer of its own, from the same values. What is captured or graphed runs in
-channels_last; cuDNN has chosen by trial in both layouts before anything else.
+channels_last, except in float32 without TF32; cuDNN has chosen by trial in both layouts before anything else.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from benchmarks.models import Row, Training
-from benchmarks.ways import Case, Job, Ready, by_hand, judged, of_engine
+from benchmarks.ways import STEPS, Case, Job, Ready, by_hand, judged, of_engine
 from nimble_core.api.nimble import Nimble
 from nimble_core.api.train_step import TrainStep
 from nimble_core.scheduling.options import Options
@@ -37,7 +38,7 @@ def open_case(row: Row, given: Training, job: Job) -> Case:
     if job.device == "cuda":
         torch.backends.cudnn.benchmark = True
         for channels_last in (False, True):
-            x = _in_channels_last(case.args[0]) if channels_last else case.args[0]
+            x = _laid_out(case) if channels_last else case.args[0]
             _step(case, *_model(case, channels_last=channels_last))(x, case.args[1])
         torch.backends.cudnn.benchmark = False
     return case
@@ -53,12 +54,14 @@ def check(case: Case, ready: Ready) -> dict[str, Any]:
     want, got = losses(_stepped(case)), losses(ready)
     size, still = math.hypot(*want), want[:2] * (_STEPS // 2)
     error = math.dist(got, want) / size
-    return judged(error if math.isfinite(error) else math.inf, math.dist(still, want) / size, _BOUND[case.row.dtype])
+    return judged(
+        error if math.isfinite(error) else math.inf, math.dist(still, want) / size, _BOUND[case.row.precision]
+    )
 
 
 def _model(case: Case, *, channels_last: bool = False) -> tuple[torch.nn.Module, Optimizer]:
     model = case.given.make()
-    if channels_last:
+    if channels_last and case.row.dtype != "strict":  # tensor cores want it
         model = model.to(memory_format=torch.channels_last)
     optimizer = case.given.optimizer(model.parameters())
     for group in optimizer.param_groups if channels_last else ():  # to be captured
@@ -66,8 +69,11 @@ def _model(case: Case, *, channels_last: bool = False) -> tuple[torch.nn.Module,
     return model, optimizer
 
 
-def _in_channels_last(x: Tensor) -> Tensor:
-    return x.clone(memory_format=torch.channels_last if x.dim() == 4 else torch.preserve_format)
+def _laid_out(case: Case) -> Tensor:
+    """Copy the batch in the layout of what is captured."""
+    x = case.args[0]
+    turned = x.dim() == 4 and case.row.dtype != "strict"
+    return x.clone(memory_format=torch.channels_last if turned else torch.preserve_format)  # type: ignore[no-any-return]  # of Any
 
 
 def _step(case: Case, model: Any, optimizer: Optimizer, mode: str = "", *, whole: bool = False) -> Step:
@@ -118,7 +124,7 @@ def _ready(case: Case, run: Step, model: torch.nn.Module, optimizer: Optimizer, 
 def _captured(case: Case, step: Step) -> Step:
     """Capture the whole step as one CUDA graph: batches copied in, the loss overwritten by the next step."""
     torch.backends.cudnn.benchmark = True  # for layouts that compiled code makes up
-    run = by_hand(Ready(step), (_in_channels_last(case.args[0]), case.args[1]), {}, static=True).run
+    run = by_hand(Ready(step), (_laid_out(case), case.args[1]), {}, static=True).run
     torch.backends.cudnn.benchmark = False
     return run
 
@@ -144,21 +150,27 @@ def _step_graph(case: Case) -> Ready:
 def _graphed(case: Case) -> Ready:
     """Forward and backward of the model as CUDA graphs of torch's own."""
     model, optimizer = _model(case, channels_last=True)
-    graphed: Any = torch.cuda.make_graphed_callables(model, (_in_channels_last(case.args[0]),))
+    graphed: Any = torch.cuda.make_graphed_callables(model, (_laid_out(case),))
     return _ready(case, _step(case, graphed, optimizer), model, optimizer, whole=False)
 
 
-def _ours(case: Case, *, drop_in: bool = False) -> Ready:
+def _ours(case: Case, *, drop_in: bool = False, given: Options | None = None) -> Ready:
     """Make the whole step one engine; or forward and backward inside the user's own loop, outputs static."""
     model, optimizer = _model(case)
-    options = Options(budget_s=case.job.budget_s)
+    options = given or Options(budget_s=case.job.budget_s)
     if drop_in:
         net = Nimble(model, replace(options, outputs="static")).prepare(case.args[0], training=True)
         said = of_engine(_step(case, net, optimizer), net.engines[0])
     else:
         step = TrainStep(model, case.given.loss_fn, optimizer, options=options).prepare(*case.args)
         said = of_engine(step, step.engine)
-    return _ready(case, said.run, model, optimizer, whole=not drop_in, notes=said.notes, chosen=said.chosen)
+    about = {name: getattr(said, name) for name in ("notes", "chosen", "counts")}
+    return _ready(case, said.run, model, optimizer, whole=not drop_in, **about)
+
+
+def _step_of(name: str) -> Options:
+    """Of the paper's; every weight gradient could have a stream of its own, so streams are capped."""
+    return replace(STEPS[name], max_streams=32)
 
 
 WAYS: Mapping[str, Callable[[Case], Ready]] = {
@@ -171,4 +183,6 @@ WAYS: Mapping[str, Callable[[Case], Ready]] = {
     "graphed": _graphed,
     "ours": _ours,
     "drop-in": lambda case: _ours(case, drop_in=True),
+    **{name: partial(_ours, given=_step_of(name)) for name in STEPS if name != "fused"},
+    **{f"drop-in-{name}": partial(_ours, drop_in=True, given=_step_of(name)) for name in ("one-stream", "several")},
 }

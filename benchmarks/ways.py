@@ -3,7 +3,7 @@
 A way is one function from a ``Case`` (a row's model and inputs in one process) to a ``Ready``. Calls run under
 ``torch.inference_mode``, on inputs that are on the device; cuDNN has chosen by trial before anything else. Captures by
 hand copy inputs in and clone outputs, as ours does by default. ``ro-skip`` and ``fr-skip`` call what ``ro`` and ``fr``
-compiled, guards skipped; ``ours-static`` follows the plan that ``ours`` chose.
+compiled, guards skipped; ``ours-static`` follows the plan that ``ours`` chose. ``STEPS`` are those of the paper.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ import torch
 
 from benchmarks import xla
 from benchmarks.models import Inference, Row, work, work_of_compiled, work_of_export, work_of_recording
+from nimble_core.algorithms.antichain import level_width, width
 from nimble_core.api.engine import Engine
 from nimble_core.api.nimble import Nimble
+from nimble_core.ir.call_graph import predecessors
 from nimble_core.scheduling.options import Options
 from nimble_core.torch_compat.compiler import COUNTERS, INDUCTOR_CONFIG, MODE_OPTIONS
 from nimble_core.validation.bounds import BOUNDS
@@ -32,6 +34,15 @@ ANCHOR = "fr-graph"  # the peer that is measured beside ours in every run
 CUDA_ONLY = (ANCHOR, "graph", "ro", "ro-skip", "fr", "fr-skip", "max-autotune")
 DEFAULT = (ANCHOR, "ours", "ours-static", "eager", "eager-tuned", "compile", *CUDA_ONLY[1:6])
 _BOUND = 3.0  # how many times the usual tolerance of its dtype a way may be from eager
+STEPS = {
+    "one-stream": Options(fuse="none", policy="single"),
+    "fused": Options(fuse="library", policy="single", tune="off"),
+    "selected": Options(fuse="library", policy="single"),
+    "several": Options(fuse="library", policy="nimble", max_streams=None),
+    "streams": Options(fuse="none", policy="nimble", max_streams=None),
+}
+"""The paper's techniques, one more at a time: replay, operator fusion, choice of kernels by timing them, streams; and
+streams alone. Without a measurement fusion folds normalisations, merges products and keeps eager's convolutions."""
 _TELLING = 10.0  # how many times its error eager's outputs have to move for a check to mean anything
 # Guards: of the whole process, and of code that is compiled already.
 _SKIPPING = partial(torch.compiler.set_stance, "default", skip_guard_eval_unsafe=True)
@@ -70,6 +81,7 @@ class Ready:
     chosen: str = ""
     work_of: str = "eager"
     engine: Engine | None = None
+    counts: Mapping[str, float] = field(default_factory=dict)
     whole: bool = True
     stance: Callable[[], AbstractContextManager[Any]] = nullcontext
     synchronize: Callable[[], object] = field(
@@ -116,7 +128,7 @@ def check(case: Case, ready: Ready) -> dict[str, Any]:
     want = [one.clone() for one in tensors(model(*args, **kwargs))]
     effect = relative_error(tensors(model(*case.args, **case.kwargs)), want)
     error = relative_error(tensors(ready.run(*args, **kwargs)), want)
-    return judged(error, effect, _BOUND * BOUNDS[case.row.dtype].tolerance)
+    return judged(error, effect, _BOUND * BOUNDS[case.row.precision].tolerance)
 
 
 def judged(error: float, effect: float, bound: float) -> dict[str, Any]:
@@ -201,6 +213,17 @@ def _aoti(case: Case) -> Ready:
     return by_hand(ready, case.args, case.kwargs) if case.job.device == "cuda" else ready
 
 
+def _torchscript(case: Case) -> Ready:
+    """Traced, frozen, and optimised for inference."""
+    with torch.inference_mode(False), torch.no_grad():  # a frozen module's constants cannot be inference tensors
+        args = tuple(one.clone() for one in case.args)
+        traced: Any = torch.jit.trace(case.given.model, args, check_trace=False)
+        run = torch.jit.optimize_for_inference(torch.jit.freeze(traced))
+    for _ in range(3):  # profiles, then fuses
+        run(*case.args)
+    return Ready(run, work_of="traced")
+
+
 def _xla(case: Case) -> Ready:
     size = 64 if case.job.tiny else 224
     run, synchronize = xla.resnet50(case.row.batch, size, case.row.dtype, case.job.device)
@@ -213,12 +236,34 @@ def of_engine(run: Callable[..., Any], engine: Engine | None) -> Ready:
     assert engine is not None
     name = next((one.name for one in engine.candidates if one.chosen), engine.schedule.policy)
     fuse, streams = engine.recorded.recording.program.fuse, engine.schedule.streams
-    return Ready(run, engine.notes, f"{name}, fuse={fuse}, streams={streams}", "recorded", engine)
+    return Ready(run, engine.notes, f"{name}, fuse={fuse}, streams={streams}", "recorded", engine, counts_of(engine))
 
 
-def _ours(case: Case, *, static: bool = False) -> Ready:
+def counts_of(engine: Engine) -> dict[str, float]:
+    """Count what an engine replays, a backward's engine included, and the seconds of each step of preparing it.
+
+    ``width`` is the degree of concurrency: how many calls can run at once at most (a lower bound above 10,000 calls).
+    ``planned`` are synchronisations between streams, ``full`` what waiting for every hazard across them would take, and
+    ``edges`` less ``matched`` the fewest at full concurrency.
+    """
+    halves = [(engine.schedule, engine.recorded.graph)]
+    if engine.backward is not None:
+        tuned = engine.backward.tuned
+        halves.append((tuned.best.schedule, tuned.recorded.graph))
+    found: dict[str, float] = {f"{step} s": round(seconds, 4) for step, seconds in engine.seconds.items()}
+    for schedule, graph in halves:
+        wide = (width if graph.size <= 10_000 else level_width)(predecessors(graph))
+        waits = {name: getattr(schedule.counts, name) or 0 for name in ("full", "planned", "emitted")}
+        for name, count in {"calls": graph.size, "edges": len(graph.meg), "matched": schedule.matched, **waits}.items():
+            found[name] = found.get(name, 0) + count
+        for name, most in {"width": wide, "streams": schedule.streams}.items():
+            found[name] = max(found.get(name, 0), most)
+    return found
+
+
+def _ours(case: Case, *, static: bool = False, given: Options | None = None) -> Ready:
     """As users get it; with static outputs the same plan. Ahead, its compiled kernels alone: nothing is to be timed."""
-    options = Options(budget_s=case.job.budget_s, outputs="static" if static else "copy")
+    options = given or Options(budget_s=case.job.budget_s, outputs="static" if static else "copy")
     if case.job.warm:
         options = replace(options, fuse="inductor", policy="single")
     first = case.made.get("ours") if static else None
@@ -243,4 +288,6 @@ WAYS: Mapping[str, Callable[[Case], Ready]] = {
     "xla": _xla,
     "ours": _ours,
     "ours-static": lambda case: _ours(case, static=True),
+    "torchscript": _torchscript,
+    **{name: partial(_ours, given=options) for name, options in STEPS.items()},
 }

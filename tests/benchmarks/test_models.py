@@ -21,9 +21,9 @@ from nimble_core import Nimble, Options
 
 @pytest.fixture(autouse=True)
 def tf32_as_it_was() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     yield
-    torch.backends.cuda.matmul.allow_tf32 = before
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 def built(row: Row) -> Inference | Training:
@@ -76,7 +76,7 @@ def test_half_precision_is_float32_rounded_and_channels_last_with_convolutions()
     assert (image.dtype, image.is_contiguous()) == (torch.float32, True)
 
 
-def test_a_row_is_seeded_and_sets_tf32_of_products() -> None:
+def test_a_row_is_seeded_and_sets_tf32() -> None:
     torch.backends.cuda.matmul.allow_tf32 = True
     first, second = case_of("llama-decode"), case_of("llama-decode")
     assert not torch.backends.cuda.matmul.allow_tf32
@@ -84,6 +84,12 @@ def test_a_row_is_seeded_and_sets_tf32_of_products() -> None:
         assert torch.equal(one, other)
     built(ROWS["train-resnet18"])
     assert torch.backends.cuda.matmul.allow_tf32
+    assert torch.backends.cudnn.allow_tf32
+    strict = replace(ROWS["llama-decode"], dtype="strict")
+    assert {one.dtype for one in case_of("llama-decode", dtype="strict").model.parameters()} == {torch.float32}
+    assert not torch.backends.cuda.matmul.allow_tf32
+    assert not torch.backends.cudnn.allow_tf32
+    assert strict.precision == "float32"
 
 
 def test_training_starts_anew_with_every_copy_and_learns_its_batch() -> None:

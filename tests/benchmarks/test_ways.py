@@ -5,6 +5,7 @@ import torch
 
 from benchmarks import models, training_ways, ways
 from benchmarks.runner import measured
+from benchmarks.store import OURS
 from benchmarks.ways import Job, judged
 from tests.benchmarks.small_rows import ROWS
 
@@ -25,13 +26,15 @@ def right(found):
     return found["rel_err"] <= found["bound"] < found["effect"] and not found["notes"]
 
 
-@pytest.mark.parametrize("way", ["eager", "eager-tuned", "ours", "ours-static", *COMPILED])
+@pytest.mark.parametrize("way", ["eager", "eager-tuned", "torchscript", "ours", "ours-static", *ways.STEPS, *COMPILED])
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's, of its own code
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # and of what it calls deprecated
 def test_a_way_computes_what_eager_does(case, way):
     ready = ways.WAYS[way](case)
     assert right(ways.check(case, ready))
     assert ways.work_done(case, ready)["flops"] == 2 * 2 * (8 * 16 + 16 * 4)
-    assert bool(ready.chosen) == way.startswith("ours")
+    assert bool(ready.chosen) == (way in OURS)
+    assert bool(ready.counts) == (way in OURS)
 
 
 def test_static_outputs_follow_the_plan_of_ours(case):
@@ -54,12 +57,20 @@ def test_outputs_that_show_nothing_are_called_void():
     assert judged(float("inf"), 1.0, 1e-3)["rel_err"] == 1e300, "JSON knows no infinity"
 
 
-@pytest.mark.parametrize("way", ["eager", "ours", "drop-in"])
+def test_a_plan_is_counted(case):
+    held = ways.WAYS["streams"](case).counts
+    assert {name: held[name] for name in ("calls", "edges", "matched", "width", "streams", "planned")} == {
+        "calls": 3, "edges": 2, "matched": 2, "width": 1, "streams": 1, "planned": 0,
+    }  # fmt: skip
+    assert held["record s"] > 0
+
+
+@pytest.mark.parametrize("way", ["eager", "ours", "drop-in", "several", "drop-in-several"])
 def test_a_step_learns_what_eager_learns(way):
     trained = opened(training_ways, ROWS["trained"])
     ready = training_ways.WAYS[way](trained)
     assert right(training_ways.check(trained, ready))
-    assert ready.whole == (way != "drop-in")
+    assert ready.whole != way.startswith("drop-in")
     model = trained.given.make()
     lazy = replace(ready, run=lambda x, y: trained.given.loss_fn(model(x), y).detach(), reset=lambda: None)
     assert not right(training_ways.check(trained, lazy)), "who does not learn is found out"

@@ -130,3 +130,4 @@ def test_the_layout_of_float32_is_the_one_that_takes_less_time(contiguous_wins: 
     assert [choice.kernel for choice in decisions.made] == ["contiguous"] * contiguous_wins
     again = Decisions(None, frozenset(decisions.made))
     assert contiguous_is_faster(module, HOST, again, compiled=False) == contiguous_wins
+    assert contiguous_is_faster(module, HOST, Decisions(), compiled=False), "unmeasured, eager's layout stays"
