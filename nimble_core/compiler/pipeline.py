@@ -6,7 +6,9 @@ policies, memory, capture, checks) is the same.
 
 from __future__ import annotations
 
+import math
 import operator
+import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -17,7 +19,7 @@ import torch
 from torch import fx
 
 from nimble_core.compiler.attribution import attributed
-from nimble_core.compiler.inductor import compile_graph, provenance_in_code
+from nimble_core.compiler.inductor import GeneratedCode, compile_graph
 from nimble_core.compiler.passes.channels_last import (
     keep_strides,
     results_laid_out,
@@ -42,7 +44,7 @@ from nimble_core.compiler.to_fx import calls_of, draws, lift, pinned, reference_
 from nimble_core.ir.call_graph import build_graph
 from nimble_core.ir.program import EAGER_CALL, Fuse, KernelChoice, Origin, Program, Role
 from nimble_core.runtime.device import Device
-from nimble_core.scheduling.saved_plan import Plan
+from nimble_core.scheduling.saved_plan import Plan, fingerprint
 from nimble_core.torch_compat.dispatch import OpOverload
 from nimble_core.tracing.kept_operators import kept_form
 from nimble_core.tracing.kernel_launches import Relaunch
@@ -66,6 +68,7 @@ def fuse(
     kind: Fuse,
     *,
     measure: bool = True,
+    measure_s: float = math.inf,
     thorough: bool = False,
     choices: Collection[KernelChoice] | None = None,
     step: Step,
@@ -77,6 +80,7 @@ def fuse(
         recorded: the eager recording.
         kind: ``"library"``: calls of vendor libraries that do several eager calls at once; ``"inductor"``: compiled.
         measure: time alternatives; otherwise those that are usually fastest are taken.
+        measure_s: for how long; then the same goes for what is left.
         thorough: let the compiler time kernels too.
         choices: made earlier for this program, to be repeated; None: measure.
         step: times the steps.
@@ -86,7 +90,9 @@ def fuse(
         DeviceError: out of memory.
     """
     decisions = Decisions(
-        device.call_times_ns if measure and choices is None else None, None if choices is None else frozenset(choices)
+        device.call_times_ns if measure and choices is None else None,
+        time.perf_counter() + measure_s,
+        None if choices is None else frozenset(choices),
     )
     try:
         # Casts were recorded as calls: around these, autocast would cast what its user computes in full precision.
@@ -120,9 +126,10 @@ def _fused(
         module = _rewritten(device, recorded, decisions, compiled=kind == "inductor")
         folded = None if recorded.trained else split_constants(module, _given_names(eager))
         signature = _widened(recorded.signature, module)
+    code = GeneratedCode()
     with step("compile" if kind == "inductor" else "warm up library calls"), device.libraries_tuned():
         if kind == "inductor":
-            run, provenance = _compiled(module, recorded, signature.tensors, thorough=thorough)
+            run, provenance = _compiled(module, recorded, signature.tensors, code, thorough=thorough)
         else:
             run, provenance = tracked(module, eager.program)
         device.warm_up(run, signature.tensors, {})
@@ -135,7 +142,9 @@ def _fused(
     _require_same_results(kind, recording, recorded)
     program = replace(attributed(recording.program, eager.program), choices=tuple(decisions.made))
     recording = replace(recording, program=program, output_structure=eager.output_structure)
-    return replace(recorded, recording=recording, graph=build_graph(program), folded=folded, eager=recorded)
+    graph = build_graph(program)
+    kernels = code.digest(fingerprint(program, graph))
+    return replace(recorded, recording=recording, graph=graph, folded=folded, eager=recorded, kernels=kernels)
 
 
 def _rewritten(device: Device, recorded: Recorded, decisions: Decisions, *, compiled: bool) -> fx.GraphModule:
@@ -251,9 +260,9 @@ def _widened(signature: Signature, module: fx.GraphModule) -> Signature:
 
 
 def _compiled(
-    module: fx.GraphModule, recorded: Recorded, inputs: Sequence[torch.Tensor], *, thorough: bool
+    module: fx.GraphModule, recorded: Recorded, inputs: Sequence[torch.Tensor], code: GeneratedCode, *, thorough: bool
 ) -> tuple[Run, Provenance]:
-    """Compile a graph; calls that draw random numbers, and an optimizer's, stay as they are."""
+    """Compile a graph to ``code``; calls that draw random numbers, and an optimizer's, stay as they are."""
     program = recorded.recording.program
     ahead, module = draws_apart(module, recorded.signature.device)
     updates = None
@@ -266,7 +275,7 @@ def _compiled(
         stages.append(tracked(ahead, program))
         with torch.no_grad():
             inputs = ahead(*inputs)
-    stages.append((compile_graph(module, inputs, thorough=thorough), provenance_in_code(module, program)))
+    stages.append((compile_graph(module, inputs, thorough=thorough), code.provenance(module, program)))
     if recorded.trained:
         stages.append(tracked(results_laid_out(module, free=recorded.copied_out), program))
     if updates is not None:
