@@ -46,6 +46,7 @@ from nimble_core.ir.program import EAGER_CALL, Fuse, KernelChoice, Origin, Progr
 from nimble_core.runtime.device import Device
 from nimble_core.scheduling.saved_plan import Plan, fingerprint
 from nimble_core.torch_compat.dispatch import OpOverload
+from nimble_core.tracing.folded_weights import Folded
 from nimble_core.tracing.kept_operators import kept_form
 from nimble_core.tracing.kernel_launches import Relaunch
 from nimble_core.tracing.operator_traits import fills
@@ -56,7 +57,7 @@ from nimble_core.tracing.signature import Signature
 from nimble_core.tracing.strides import widened
 from nimble_core.utils.errors import CaptureError, NimbleError, first_line
 
-__all__ = ["follow", "fuse"]
+__all__ = ["compile_ahead", "follow", "fuse"]
 
 Step = Callable[[str], AbstractContextManager[Any]]
 Run = Callable[..., Sequence[torch.Tensor]]
@@ -107,6 +108,32 @@ def fuse(
         ) from error
 
 
+def compile_ahead(
+    device: Device, recorded: Recorded, choices: Collection[KernelChoice] | None, *, thorough: bool = False
+) -> tuple[KernelChoice, ...]:
+    """Compile what ``fuse`` will then find in Inductor's cache on disk, without running the model or measuring.
+
+    Weights are read. For another thread than the one that calls the model.
+
+    Args:
+        device: where it runs.
+        recorded: the eager recording; it draws no random numbers.
+        choices: as of ``fuse``; None: take what is usually fastest.
+        thorough: as of ``fuse``.
+
+    Returns:
+        The choices to give ``fuse``.
+
+    Raises:
+        CaptureError: it cannot be rewritten or compiled.
+    """
+    decisions = Decisions(given=None if choices is None else frozenset(choices))
+    with no_autocast(recorded.signature.device.type), torch.no_grad():
+        module, _, signature = _lowered(device, recorded, decisions, compiled=True)
+        _compiled(module, recorded, signature.tensors, GeneratedCode(), thorough=thorough)
+    return tuple(decisions.made)
+
+
 def follow(device: Device, recorded: Recorded, plan: Plan, *, thorough: bool = False, step: Step) -> Recorded:
     """Return the program that ``plan`` schedules: ``recorded``, or made of it as when the plan was made.
 
@@ -123,9 +150,7 @@ def _fused(
 ) -> Recorded:
     eager = recorded.recording
     with step(f"rewrite for {kind}"), device.libraries_tuned():
-        module = _rewritten(device, recorded, decisions, compiled=kind == "inductor")
-        folded = None if recorded.trained else split_constants(module, _given_names(eager))
-        signature = _widened(recorded.signature, module)
+        module, folded, signature = _lowered(device, recorded, decisions, compiled=kind == "inductor")
     code = GeneratedCode()
     with step("compile" if kind == "inductor" else "warm up library calls"), device.libraries_tuned():
         if kind == "inductor":
@@ -145,6 +170,15 @@ def _fused(
     graph = build_graph(program)
     kernels = code.digest(fingerprint(program, graph))
     return replace(recorded, recording=recording, graph=graph, folded=folded, eager=recorded, kernels=kernels)
+
+
+def _lowered(
+    device: Device, recorded: Recorded, decisions: Decisions, *, compiled: bool
+) -> tuple[fx.GraphModule, Folded | None, Signature]:
+    """Return the rewritten graph, the constants that it reads, and its inputs."""
+    module = _rewritten(device, recorded, decisions, compiled=compiled)
+    folded = None if recorded.trained else split_constants(module, _given_names(recorded.recording))
+    return module, folded, _widened(recorded.signature, module)
 
 
 def _rewritten(device: Device, recorded: Recorded, decisions: Decisions, *, compiled: bool) -> fx.GraphModule:
