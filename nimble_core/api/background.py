@@ -1,8 +1,10 @@
 """Prepare a better engine while a first one serves: compile in a thread, capture in a later call.
 
-The thread rewrites and compiles; it runs no model, captures nothing and times nothing, so whatever the caller does on
-the device meanwhile is safe. The rest is done by the first call after that, on the caller's thread, and takes as long
-as preparing with warm caches. ``Nimble.finish()`` does it at a moment of the caller's choice.
+The thread rewrites and compiles; it runs no model, captures nothing, and launches no more than computes constants, so
+that the caller may use the device meanwhile. A CUDA graph that the caller captures itself has to be captured in the
+``thread_local`` mode, as beside any other thread that allocates. The rest is done by the first call after that, on the
+caller's thread, and takes as long as preparing with warm caches. ``Nimble.finish()`` does it at a moment of the caller's
+choice.
 """
 
 from __future__ import annotations

@@ -112,9 +112,9 @@ class Nimble(WrappedModule):
             DeviceError: out of memory.
         """
         require_flag(background, f"background={background!r}")
-        if background and (training or plan is not None):
+        if background and (training or plan is not None or self._options.tune == "full"):
             raise InputError(
-                "only what is prepared for inference, and without a plan, can be prepared in the background",
+                "what trains, has a plan or is tuned in full is not prepared in the background",
                 fix="leave out background=True",
             )
         if background:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -10,15 +11,20 @@ import torch
 from nimble_core.autotune.budget import Budget, compile_s
 from nimble_core.autotune.disk_cache import choice_key, recall, remember
 from nimble_core.compiler.pipeline import compile_ahead
-from nimble_core.ir.program import Fuse, KernelChoice
+from nimble_core.ir.program import Fuse, KernelChoice, Program
 from nimble_core.ir.schedule import Schedule
 from nimble_core.runtime.device import Device
 from nimble_core.scheduling.options import Options
 from nimble_core.scheduling.saved_plan import Plan, fingerprint, make_plan
 from nimble_core.tracing.recorded import Recorded
+from nimble_core.utils.locks import capturing
 from nimble_core.utils.version import __version__
 
 __all__ = ["compile_for_tuning", "keep", "kept_plan", "kinds_of"]
+
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear", "matmul"}
+_ALIGNED = 8
+"""Sizes that are multiples of this need no padding in any type."""
 
 
 def kinds_of(device: Device, options: Options) -> tuple[Fuse, ...]:
@@ -63,7 +69,9 @@ def _chooses(options: Options) -> bool:
 
 
 def compile_for_tuning(device: Device, recorded: Recorded, options: Options) -> tuple[KernelChoice, ...] | None:
-    """Compile what ``tune`` would compile, for Inductor's cache on disk; runs nothing and captures nothing.
+    """Compile what ``tune`` would compile, for Inductor's cache on disk; runs no model and captures nothing.
+
+    Not for ``tune="full"``, which has Inductor time each kernel.
 
     Returns:
         For ``tune``; None if it would compile nothing, or what draws random numbers.
@@ -78,5 +86,14 @@ def compile_for_tuning(device: Device, recorded: Recorded, options: Options) -> 
     wanted = plan.fuse == "inductor" if plan else "inductor" in kinds_of(device, options)
     if not wanted or (plan is None and options.fuse == "auto" and expected_s > budget.to_make_s):
         return None
-    thorough = options.tune == "full"
-    return compile_ahead(device, recorded, plan.kernels if plan else None, thorough=thorough)
+    # Timing waits for the device, which CUDA forbids while another thread captures.
+    times = device.kind == "cuda" and _may_be_padded(recorded.recording.program)
+    with capturing if times else nullcontext():
+        return compile_ahead(device, recorded, plan.kernels if plan else None)
+
+
+def _may_be_padded(program: Program) -> bool:
+    """Return whether Inductor may time products while it compiles, as they are and padded: those of odd sizes."""
+    products = (call for call in program.calls if call.label in _PRODUCTS)
+    refs = (access.ref for call in products for access in call.accesses)
+    return any(size > 1 and size % _ALIGNED for ref in refs for size in ref.sizes[-2:])

@@ -109,7 +109,7 @@ def fuse(
 
 
 def compile_ahead(
-    device: Device, recorded: Recorded, choices: Collection[KernelChoice] | None, *, thorough: bool = False
+    device: Device, recorded: Recorded, choices: Collection[KernelChoice] | None
 ) -> tuple[KernelChoice, ...]:
     """Compile what ``fuse`` will then find in Inductor's cache on disk, without running the model or measuring.
 
@@ -119,7 +119,6 @@ def compile_ahead(
         device: where it runs.
         recorded: the eager recording; it draws no random numbers.
         choices: as of ``fuse``; None: take what is usually fastest.
-        thorough: as of ``fuse``.
 
     Returns:
         The choices to give ``fuse``.
@@ -130,7 +129,7 @@ def compile_ahead(
     decisions = Decisions(given=None if choices is None else frozenset(choices))
     with no_autocast(recorded.signature.device.type), torch.no_grad():
         module, _, signature = _lowered(device, recorded, decisions, compiled=True)
-        _compiled(module, recorded, signature.tensors, GeneratedCode(), thorough=thorough)
+        _compiled(module, recorded, signature.tensors, GeneratedCode(), thorough=False)
     return tuple(decisions.made)
 
 

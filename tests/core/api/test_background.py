@@ -161,8 +161,10 @@ def test_what_replaces_the_first_engine_holds(act: str, monkeypatch: pytest.Monk
 
 def test_training_and_plans_are_not_prepared_in_the_background() -> None:
     net = Nimble(perceptron().train())
-    with pytest.raises(InputError, match="only what is prepared for inference"):
+    with pytest.raises(InputError, match="what trains"):
         net.prepare(torch.randn(3, 8), training=True, background=True)
+    with pytest.raises(InputError, match="tuned in full"):
+        Nimble(perceptron(), Options(tune="full")).prepare(torch.randn(3, 8), background=True)
     with pytest.raises(InputError, match="background=1"):
         net.prepare(torch.randn(3, 8), background=1)  # type: ignore[arg-type]
 

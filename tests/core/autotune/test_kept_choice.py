@@ -12,6 +12,7 @@ from nimble_core.autotune import kept_choice
 from nimble_core.autotune.kept_choice import compile_for_tuning, kept_plan
 from nimble_core.ir.program import KernelChoice
 from nimble_core.scheduling.options import Options
+from nimble_core.tracing.recorded import Stopwatch, check_inputs, record_static
 from tests.support.tuning import LikeCuda, Watched, recorded, tuning
 
 COMPILES = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
@@ -72,3 +73,11 @@ def test_kernels_that_were_compiled_ahead_are_the_ones_that_are_made() -> None:
     with tuning(device, replace(AMPLE, budget_s=1.0), compiled=choices) as tuned:
         assert tuned.recorded.recording.program.fuse == "inductor"
         assert set(tuned.recorded.recording.program.choices) == set(choices)
+
+
+@pytest.mark.parametrize(("sizes", "padded"), [((16, 64), False), ((1, 64), False), ((3, 64), True)])
+def test_products_of_odd_sizes_may_be_timed_while_they_are_compiled(sizes: tuple[int, int], padded: bool) -> None:
+    inputs = torch.randn(sizes)
+    signature = check_inputs(layer := nn.Linear(64, 16).eval(), (inputs,), {})
+    found = record_static(Watched(1000.0), layer, signature, strict=True, step=Stopwatch())
+    assert kept_choice._may_be_padded(found.recording.program) == padded
