@@ -3,8 +3,8 @@
 The thread rewrites and compiles; it runs no model, captures nothing, and launches no more than computes constants, so
 that the caller may use the device meanwhile. A CUDA graph that the caller captures itself has to be captured in the
 ``thread_local`` mode, as beside any other thread that allocates. The rest is done by the first call after that, on the
-caller's thread, and takes as long as preparing with warm caches. ``Nimble.finish()`` does it at a moment of the caller's
-choice.
+caller's thread, and takes as long as preparing with warm caches. ``Nimble.finish()`` does it at a moment of the
+caller's choice.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import threading
+import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -35,8 +36,8 @@ __all__ = ["Background", "InBackground"]
 State = Literal["compiling", "compiled", "done", "failed", "cancelled"]
 Choices = Collection[KernelChoice] | None
 
-_EXIT_S = 5.0
-"""How long an interpreter that exits waits for a compiler to stop."""
+_EXIT_S = 30.0
+"""How long an interpreter that exits waits at most for a compiler to stop: it does after the kernel that it is at."""
 _running: weakref.WeakSet[Background] = weakref.WeakSet()
 
 
@@ -199,9 +200,13 @@ class Background:
     def stop(self) -> None:
         """Interrupt the compiler: a daemon thread inside of C++ would end an exiting interpreter by a crash."""
         self.cancel()
-        if self._thread.is_alive() and self._thread.ident is not None:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread.ident), ctypes.py_object(SystemExit))
-            self._thread.join(_EXIT_S)
+        until_s = time.monotonic() + _EXIT_S
+        while (
+            self._thread.is_alive() and time.monotonic() < until_s
+        ):  # again: what waits, or cleans up, may not hear it
+            thread = ctypes.c_ulong(self._thread.ident or 0)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(SystemExit))
+            self._thread.join(0.5)
 
 
 def _may_swap(first: Engine) -> bool:
