@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -41,27 +41,6 @@ _EXIT_S = 30.0
 _running: weakref.WeakSet[Background] = weakref.WeakSet()
 
 
-class Prepares(Protocol):
-    """What ``Nimble`` does for a preparation in the background."""
-
-    @property
-    def engines(self) -> tuple[Engine, ...]:
-        """The prepared engines."""
-
-    def make_engine(
-        self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        *,
-        options: Options | None = None,
-        compiled: Choices = None,
-    ) -> Engine:
-        """Make an engine."""
-
-    def adopt_engine(self, engine: Engine, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Let it serve."""
-
-
 class InBackground:
     """The preparations of one module.
 
@@ -75,8 +54,8 @@ class InBackground:
         self.pending: tuple[Background, ...] = ()
         self._lock = threading.Lock()
 
-    def begin(self, net: Prepares, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> None:
-        """Let a first engine serve, and begin to compile for a better one. Raises as ``Nimble.prepare``."""
+    def begin(self, net: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> None:
+        """Let a first engine of a ``Nimble`` serve, and begin to compile for a better one; raises as ``prepare``."""
         first = net.make_engine(args, kwargs, options=first_options(options, Signature(args, kwargs).device))
         net.adopt_engine(first, args, kwargs)
         here = weakref.ref(net)
