@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -19,6 +20,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Most verdicts of tests are of no interest: no patience where the machine is too noisy for one.
 vars(import_module("nimble_core.autotune.autotune"))["_PATIENCE_S"].update(fast=0.0, full=0.0)
 vars(import_module("nimble_viz.collect.comparison"))["_PATIENCE_S"] = 0.0
+
+
+@pytest.fixture(autouse=True)
+def nothing_chosen() -> None:
+    """Forget what other tests chose."""
+    for choice in Path(os.environ["NIMBLE_CACHE_DIR"]).glob("*.json"):
+        choice.unlink(missing_ok=True)
+
 
 settings.register_profile("ci", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None, max_examples=1000)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from operator import attrgetter
@@ -11,11 +11,13 @@ from typing import Any, Never
 
 import torch
 
+from nimble_core.api.background import Background, InBackground
 from nimble_core.api.call_mistakes import model_name, refuse_options, unprepared_call
 from nimble_core.api.engine import Engine
 from nimble_core.api.prepare_engine import prepare_inference, prepare_training
 from nimble_core.api.wrapped_module import WrappedModule
 from nimble_core.guards.transforms import transform_of, transforming
+from nimble_core.ir.program import KernelChoice
 from nimble_core.scheduling.options import Options, option_like, require_flag, require_options
 from nimble_core.scheduling.saved_plan import Plan
 from nimble_core.tracing.provenance import warn
@@ -71,13 +73,21 @@ class Nimble(WrappedModule):
         object.__setattr__(self, "_engines", ())
         object.__setattr__(self, "_swapping", threading.Lock())
         object.__setattr__(self, "_said", set())
+        object.__setattr__(self, "_later", InBackground())
 
     @property
     def engines(self) -> tuple[Engine, ...]:
         """The prepared engines, latest first."""
         return self._engines  # type: ignore[no-any-return]
 
-    def prepare(self, *args: Any, training: bool = False, plan: Plan | None = None, **kwargs: Any) -> Nimble:
+    @property
+    def background(self) -> tuple[Background, ...]:
+        """What became of each ``prepare(..., background=True)``, in order."""
+        return self._later.begun  # type: ignore[no-any-return]
+
+    def prepare(
+        self, *args: Any, training: bool = False, plan: Plan | None = None, background: bool = False, **kwargs: Any
+    ) -> Nimble:
         """Record, schedule and capture the model for inputs like these; returns self.
 
         Preparing again for the same signature replaces its engine; engines for other signatures, or under another
@@ -89,6 +99,9 @@ class Nimble(WrappedModule):
                 that require one here. The module has to be in training mode, parts of it need not be.
             plan: a plan made before for this model and inputs like these (``report.plan``, ``engine.plan``): the same
                 schedule, without tuning.
+            background: return within seconds, with an engine without compiled kernels. A thread compiles; the first
+                call after that prepares in full, which takes as long as with warm caches, and replays what is best.
+                ``finish`` does so at a moment of yours. Which library routines compiled kernels use is not measured.
             kwargs: example keyword inputs.
 
         Raises:
@@ -98,13 +111,42 @@ class Nimble(WrappedModule):
             CaptureError: a call that cannot be captured.
             DeviceError: out of memory.
         """
-        self.adopt_engine(self.make_engine(args, kwargs, training=training, plan=plan), args, kwargs)
+        require_flag(background, f"background={background!r}")
+        if background and (training or plan is not None or self._options.tune == "full"):
+            raise InputError(
+                "what trains, has a plan or is tuned in full is not prepared in the background",
+                fix="leave out background=True",
+            )
+        if background:
+            self._later.begin(self, args, kwargs, self._options)
+        else:
+            self.adopt_engine(self.make_engine(args, kwargs, training=training, plan=plan), args, kwargs)
+        return self
+
+    def finish(self, timeout_s: float | None = None) -> Nimble:
+        """Wait for what ``prepare(..., background=True)`` compiles, prepare the better engines now, and return self.
+
+        Args:
+            timeout_s: how long to wait for each; the first engine serves on where that is not enough.
+        """
+        self._later.finish(timeout_s)
         return self
 
     def make_engine(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, training: bool = False, plan: Plan | None = None
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        training: bool = False,
+        plan: Plan | None = None,
+        options: Options | None = None,
+        compiled: Collection[KernelChoice] | None = None,
     ) -> Engine:
-        """Make the engine that ``prepare`` would add, for the caller to close or adopt. Raises as ``prepare``."""
+        """Make the engine that ``prepare`` would add, for the caller to close or adopt. Raises as ``prepare``.
+
+        ``options`` are instead of the module's own; ``compiled`` is what was compiled in the background.
+        """
+        options = options or self._options
         require_flag(training, f"training={training!r}")
         refuse_options(self._model, kwargs)
         if plan is not None and not isinstance(plan, Plan):
@@ -116,12 +158,12 @@ class Nimble(WrappedModule):
             )
         _require_prepared_parts(self._model)
         # What a preparation makes stays; only training and compilers leave garbage that is worth collecting meanwhile.
-        unfused = self._options.fuse == "none" and not training
+        unfused = options.fuse == "none" and not training
         paused = collector_paused() if unfused else nullcontext()
         with preparing(self._model), requirements_kept(args, kwargs), paused:
             if training:
-                return prepare_training(self._model, args, kwargs, self._options)
-            return prepare_inference(self._model, args, kwargs, self._options, plan)
+                return prepare_training(self._model, args, kwargs, options)
+            return prepare_inference(self._model, args, kwargs, options, plan, compiled)
 
     def adopt_engine(self, engine: Engine, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Replay ``engine`` for inputs like these from now on; what was prepared for them before is closed."""
@@ -149,6 +191,8 @@ class Nimble(WrappedModule):
         """
         if recording_here() or (transforming() and self._transformed(args, kwargs)):
             return self._model(*args, **kwargs)
+        if self._later.pending:
+            self._later.step()
         while True:
             engine, tensors = self.bind(args, kwargs)
             if engine is None:
@@ -262,6 +306,7 @@ class Nimble(WrappedModule):
 
     def close(self) -> None:
         """Free every engine."""
+        self._later.cancel()
         with self._swapping:
             engines = self._engines
             object.__setattr__(self, "_engines", ())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from nimble_core.guards.module_guard import Watch
 from nimble_core.guards.reached_modules import hooks_of_users
 from nimble_core.ir.candidates import Candidate
 from nimble_core.ir.costs import Costs
+from nimble_core.ir.program import KernelChoice
 from nimble_core.runtime.device import Device, Executable
 from nimble_core.scheduling.options import Options
 from nimble_core.scheduling.saved_plan import Plan, make_plan, plan_notes, schedule_of
@@ -61,9 +62,23 @@ class _Chosen:
 
 
 def prepare_inference(
-    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, plan: Plan | None
+    model: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    plan: Plan | None,
+    compiled: Collection[KernelChoice] | None = None,
 ) -> Engine:
-    """Make the engine of a forward; raises as ``Nimble.prepare``."""
+    """Make the engine of a forward; raises as ``Nimble.prepare``.
+
+    Args:
+        model: module or function.
+        args: example positional inputs.
+        kwargs: example keyword inputs.
+        options: how.
+        plan: to follow; None: tune.
+        compiled: as of ``tune``.
+    """
     watch = Stopwatch()
     with mistakes_explained(args, kwargs):
         signature = check_inputs(model, args, kwargs)
@@ -72,7 +87,7 @@ def prepare_inference(
         device.warm_up(model, *signature.arguments())
     recorded = record_static(device, model, signature, strict=options.strict, step=watch)
     _warn_of_python(model, recorded)
-    chosen = _choose(device, recorded, options, plan, watch)
+    chosen = _choose(device, recorded, options, plan, compiled, watch)
     try:
         if chosen.wrong:
             warn(chosen.wrong)
@@ -84,7 +99,14 @@ def prepare_inference(
     return engine
 
 
-def _choose(device: Device, recorded: Recorded, options: Options, plan: Plan | None, watch: Stopwatch) -> _Chosen:
+def _choose(
+    device: Device,
+    recorded: Recorded,
+    options: Options,
+    plan: Plan | None,
+    compiled: Collection[KernelChoice] | None,
+    watch: Stopwatch,
+) -> _Chosen:
     """Follow the plan if there is one, else tune; take the model as a whole where neither is right."""
     if recorded.whole:
         if plan is not None:
@@ -95,7 +117,7 @@ def _choose(device: Device, recorded: Recorded, options: Options, plan: Plan | N
     if plan is not None:
         return _follow(device, recorded, options, plan, watch)
     with state_kept(recorded):
-        tuned = tune(device, recorded, options, step=watch)
+        tuned = tune(device, recorded, options, step=watch, compiled=compiled)
     notes = (*recorded.recording.program.notes, *tuned.notes)
     if tuned.wrong and device.kind == "cpu":  # whatever the reason is: the module itself is never wrong
         tuned.close()

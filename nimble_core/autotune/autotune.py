@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import add
 from typing import Any
-
-import torch
 
 from nimble_core.autotune.budget import Budget, compile_s
 from nimble_core.autotune.capture_pipeline import capture, observe
 from nimble_core.autotune.choice import MemoryPrice, choose
-from nimble_core.autotune.disk_cache import choice_key, recall, remember
+from nimble_core.autotune.kept_choice import keep, kept_plan, kinds_of
 from nimble_core.autotune.mending import mend
 from nimble_core.autotune.plans import (
     Planned,
@@ -29,25 +29,26 @@ from nimble_core.compiler.pipeline import follow, fuse
 from nimble_core.ir.candidates import Candidate, EqualityCheck
 from nimble_core.ir.costs import Costs
 from nimble_core.ir.measurement import interleave, undecided
-from nimble_core.ir.program import Fuse
+from nimble_core.ir.program import Fuse, KernelChoice
 from nimble_core.ir.schedule import Schedule
 from nimble_core.ir.timeline import Observation
 from nimble_core.runtime.device import Device, Executable
 from nimble_core.scheduling.liveness import serial_peak
 from nimble_core.scheduling.options import Options
-from nimble_core.scheduling.saved_plan import fingerprint, make_plan, schedule_of
+from nimble_core.scheduling.saved_plan import schedule_of
 from nimble_core.tracing.recorded import Recorded, state_kept
 from nimble_core.utils.errors import CaptureError, NimbleError
 from nimble_core.utils.files import cache_directory
-from nimble_core.utils.version import __version__
-from nimble_core.validation.judge import Judge
+from nimble_core.validation.judge import Judge, judged_again
 
-__all__ = ["Tuned", "eager_peak", "kinds_tried", "tune"]
+__all__ = ["Tuned", "eager_peak", "tune"]
 
 Step = Callable[[str], AbstractContextManager[Any]]
 
 _PATIENCE_S = {"fast": 2.0, "full": 10.0}
-"""How long to go on measuring while it is open which candidate is best; at most a tenth of the budget."""
+"""How long to go on measuring while it is open which candidate is best, as far as the budget goes."""
+_IMPATIENT = 3.0
+"""How many times as long at most, where replays are so long that they are few by then."""
 _LESS = (0.0, 0.25, 0.5, 0.75)
 """Memory limits to try for a plan that holds much, until one is kept: shares of the way from what is not much to all
 that it holds."""
@@ -100,6 +101,7 @@ def tune(
     eager_nbytes: int | None = None,
     beside_nbytes: int = 0,
     worth: float = 1.1,
+    compiled: Collection[KernelChoice] | None = None,
 ) -> Tuned:
     """Find the kernels and the plan to run.
 
@@ -125,6 +127,7 @@ def tune(
         beside_nbytes: of that, what other parts hold already.
         worth: how many times as fast as others a plan has to be that holds much more than eager does; little more need
             be worth less.
+        compiled: what ``compile_for_tuning`` returned: those kernels are made, and no others timed for them.
 
     Raises:
         CaptureError: a call that cannot be issued again; under ``strict`` also outputs that differ from eager's.
@@ -137,8 +140,8 @@ def tune(
     owned = (one.nbytes for one in recorded.recording.program.storages if one.role in ("parameter", "buffer"))
     price = MemoryPrice(eager_nbytes, sum(owned), beside_nbytes, worth)
     trials, budget = Trials(options.strict), Budget(options.budget_s)
-    judge = Judge(device, recorded, truth=kinds_tried(device, options) != ("none",))
-    run = _Tuning(device, recorded, options, step, judge, price, trials, budget)
+    judge = Judge(device, recorded, truth=kinds_of(device, options) != ("none",))
+    run = _Tuning(device, recorded, options, step, judge, price, trials, budget, compiled)
     try:
         return run.tuned(measure_single)
     except BaseException:
@@ -169,27 +172,28 @@ class _Tuning:
     price: MemoryPrice
     trials: Trials
     budget: Budget
+    compiled: Collection[KernelChoice] | None = None
     decided: bool = True
     timed: int = 0
     wrong: str = ""
 
     def tuned(self, measure_single: bool) -> Tuned:
-        kinds, trials = kinds_tried(self.device, self.options), self.trials
+        kinds, trials = kinds_of(self.device, self.options), self.trials
         # A report shows what else was tried: it is made anew.
-        recalled = len(kinds) > 1 and not measure_single and self._recalled()
+        recalled = not measure_single and self._recalled()
         if not recalled:
             self._try(kinds, measure_single)
             trials.say_what_is_wrong(kinds)
-        if not trials.right(kinds):
-            if "none" not in kinds:
-                self._try(("none",), measure_single)
-            kinds = ("none",)
+        asked = bool(trials.right(kinds))
+        if not asked and "none" not in kinds:
+            self._try(("none",), measure_single)
+        kinds = kinds if asked else ("none",)
         best = self._chosen(kinds)
         kind = trials.candidates[best].fuse
-        if len(kinds) > 1 and self.options.policy == "auto" and not recalled and self.decided:
-            variant = trials.variants[kind]
-            plan = make_plan(variant.recording.program, variant.graph, trials.executables[best].schedule)
-            remember(_key(self.device, self.recorded, self.options), plan)
+        # What nothing decides is kept as well: another process would find no more, in as much time.
+        if asked and not (recalled or self.wrong) and (self.decided or not self._kept()):
+            chosen = trials.variants[kind], trials.executables[best].schedule
+            keep(self.device, self.recorded, self.options, *chosen)
         trials.close(keep=trials.shown(best))
         return Tuned(
             trials.executables[best],
@@ -206,24 +210,28 @@ class _Tuning:
 
     def _recalled(self) -> bool:
         """Make again what an earlier process chose; False if none did, or it does not fit or is not right any more."""
-        plan = recall(_key(self.device, self.recorded, self.options)) if self.options.policy == "auto" else None
+        plan = kept_plan(self.device, self.recorded, self.options)
         if plan is None:
             return False
         kind, name, trials = plan.fuse, plan.policy, self.trials
         try:
-            start = time.perf_counter()
-            thorough = self.options.tune == "full"
+            start, thorough = time.perf_counter(), self.options.tune == "full"
             variant = follow(self.device, self.recorded, plan, thorough=thorough, step=self.step)
             trials.variants[kind], trials.fuse_s[kind] = variant, time.perf_counter() - start
             self._capture(Planned(kind, schedule_of(plan, variant.recording.program, variant.graph)))
-            self._check()
+            if variant.kernels and variant.kernels == plan.shown and name in trials.executables:
+                with self.step("check equality"):
+                    check = judged_again(name, self.recorded, variant, trials.executables[name])
+                    if check is not None:
+                        trials.judged(name, check)
+            if kind != "none" or plan.schedule.streams > 1:
+                self._check()
         except Exception as error:  # whatever it is: what is tried now says so again if it concerns that, too
             trials.notes.append(f"what an earlier process chose could not be made again: {reason_of(error)}")
         else:
             if name in trials.right((kind,)):
-                trials.notes.append(
-                    f"{name} was chosen by an earlier process; tune again by emptying {cache_directory()}"
-                )
+                again = f"tune again by emptying {cache_directory()}"
+                trials.notes.append(f"{name} was chosen by an earlier process; {again}")
                 return True
         trials.clear()
         self.judge.forget(kind)  # what is made now need not be the same
@@ -265,18 +273,19 @@ class _Tuning:
         if kind == "none":
             trials.variants[kind] = self.recorded
             return True
-        left_s = self.budget.left_s
-        expected_s = compile_s(self.recorded.recording.program) if kind == "inductor" else 0.0
+        left_s = self.budget.to_make_s
+        compiles = kind == "inductor" and self.compiled is None
+        expected_s = compile_s(self.recorded.recording.program) if compiles else 0.0
         if options.fuse == "auto" and expected_s > left_s:
             verb = "compiled" if kind == "inductor" else "rewritten"
             left = f"{max(left_s, 0):.0f} s left of budget_s={options.budget_s:g}"
             trials.leave_out(kind, note=f"not {verb}: about {expected_s:.0f} s expected, {left}")
             return False
         start, measure, thorough = time.perf_counter(), options.tune != "off", options.tune == "full"
+        made = partial(fuse, self.device, self.recorded, kind, measure=measure, thorough=thorough, step=self.step)
+        choices = self.compiled if kind == "inductor" else None
         try:
-            trials.variants[kind] = fuse(
-                self.device, self.recorded, kind, measure=measure, thorough=thorough, step=self.step
-            )
+            trials.variants[kind] = made(measure_s=max(left_s - expected_s, 0.0) / 2, choices=choices)
         finally:
             trials.fuse_s[kind] = time.perf_counter() - start
         return True
@@ -364,23 +373,23 @@ class _Tuning:
                 fused_by = trials.candidates[name].fuse
                 with trials.or_left_out(fused_by, name):
                     check = self.judge.judged(name, trials.variants[fused_by], trials.executables[name])
-                    trials.checks[name] = check
-                    trials.amend(name, check=check, note=check.reason)
+                    trials.judged(name, check)
 
     def _time(self, executables: Mapping[str, Executable]) -> None:
         """Time replays in turn, until it is decided which is the fastest."""
-        budget_s = self.options.budget_s
+        patience_s = min(_PATIENCE_S[self.options.tune], self.budget.to_choose_s)
+        longest_s = _IMPATIENT * patience_s or math.inf
         self.timed += 1
         with self.step("choose"), state_kept(self.recorded):
             taken = interleave(
                 {name: executable.replay for name, executable in executables.items()},
                 clock_ns=self.device.clock_ns,
                 synchronize=self.device.synchronize,
-                budget_s=max(self.budget.left_s, 0.1 * budget_s),
-                patience_s=min(_PATIENCE_S[self.options.tune], 0.1 * budget_s),
+                budget_s=min(self.budget.to_choose_s, longest_s),
+                patience_s=patience_s,
                 open_names=lambda taken: undecided(taken, [name for name in taken if not self.trials.wrong(name)]),
                 interruptions=self.device.interruptions,
-                rehearse=True,
+                rehearse=self.device.kind != "cpu",
                 first_round=self.timed * 100_000,  # more than one timing has: samples of two are never paired
                 on_interrupt=_interrupt,
             )
@@ -437,7 +446,7 @@ class _Tuning:
 
     def _kept(self) -> str:
         """Return what was chosen last; empty if nothing was kept."""
-        plan = recall(_key(self.device, self.recorded, self.options)) if self.options.policy == "auto" else None
+        plan = kept_plan(self.device, self.recorded, self.options)
         return plan.policy if plan else ""
 
     def _asked(self, one: Candidate, kinds: Sequence[str]) -> bool:
@@ -456,31 +465,6 @@ class _Tuning:
                 self.wrong = reason
         self.trials.amend(best, chosen=True)
         return best
-
-
-def kinds_tried(device: Device, options: Options) -> tuple[Fuse, ...]:
-    """Return whose kernels to try, in the order of what they cost to make."""
-    if options.fuse != "auto":
-        return (options.fuse,)
-    # On the host eager's kernels are the libraries' already, and a compiler takes longer than it saves.
-    return ("none", "library", "inductor") if device.kind == "cuda" and options.tune != "off" else ("none",)
-
-
-def _key(device: Device, recorded: Recorded, options: Options) -> str:
-    """Return what the choice depends on, for those who choose again."""
-    cudnn: Any = torch.backends.cudnn
-    names = ("policy", "tune", "budget_s", "max_streams", "memory_limit")
-    conditions = {name: getattr(options, name) for name in names}
-    conditions |= {
-        "device": device.name,
-        "torch": str(torch.__version__),
-        "nimble": __version__,
-        "matmul": torch.get_float32_matmul_precision(),
-        "copied out": recorded.copied_out,
-        "copied in": recorded.copied_in,
-        "convolution": (cudnn.conv.fp32_precision, cudnn.deterministic),
-    }
-    return choice_key(fingerprint(recorded.recording.program, recorded.graph), conditions)
 
 
 def _interrupt() -> None:

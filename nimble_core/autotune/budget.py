@@ -12,6 +12,7 @@ __all__ = ["Budget", "compile_s"]
 
 _NEGLIGIBLE = 0.02
 """What costs less than this share of the budget is done even when it is gone."""
+_TO_CHOOSE = 0.1
 _COMPILE_S = (2.0, 0.03)
 """What compiling is expected to take on eight cores: at least, and for each call."""
 
@@ -27,6 +28,16 @@ class Budget:
     def left_s(self) -> float:
         """What is left; negative if more was taken."""
         return self.seconds - (time.perf_counter() - self.began)
+
+    @property
+    def to_make_s(self) -> float:
+        """What is left for making kernels: the last of a budget is for choosing among them."""
+        return self.left_s - _TO_CHOOSE * self.seconds
+
+    @property
+    def to_choose_s(self) -> float:
+        """What is left for choosing; not less than was kept for it."""
+        return max(self.left_s, _TO_CHOOSE * self.seconds)
 
     def spent(self, more_s: float) -> bool:
         """Tell whether most of it is gone, and ``more_s`` counts beside it."""

@@ -82,6 +82,11 @@ class Trials:
         found = ((name, self.candidates[name]) for name in self.executables)
         return [name for name, one in found if one.check is None and kind in ("", one.fuse)]
 
+    def judged(self, name: str, check: EqualityCheck) -> None:
+        """Write down the check of a candidate."""
+        self.checks[name] = check
+        self.amend(name, check=check, note=check.reason)
+
     def wrong(self, name: str) -> bool:
         """Tell whether a candidate must not run: other kernels than eager's have to be shown right."""
         check = self.candidates[name].check

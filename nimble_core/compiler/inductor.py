@@ -36,7 +36,7 @@ from nimble_core.tracing.recording import Provenance
 from nimble_core.utils.errors import CaptureError, first_line
 from nimble_core.utils.locks import free_after_fork
 
-__all__ = ["compile_graph", "provenance_in_code", "source_nodes"]
+__all__ = ["GeneratedCode", "compile_graph", "source_nodes"]
 
 _SOURCES = re.compile(r"#.*Source Nodes: \[(.*?)\]")
 _WORK = re.compile(r"\.run\(|extern_kernels\.|torch\.ops\.|^\s*(\w+ = )?cpp_\w+\(")
@@ -204,17 +204,31 @@ def _lines(file: str) -> tuple[str, ...]:
         return ()
 
 
-def provenance_in_code(module: fx.GraphModule, program: Program) -> Provenance:
-    """Return what tells, from the frame that issues a launch, which eager calls it stands for."""
-    calls = {node.name: calls_of(node) for node in module.graph.nodes}
-    files = {one.__file__ for one in generated_modules() if one.__file__}
+class GeneratedCode:
+    """The files of generated code that issue the launches of one recording."""
 
-    def provenance(func: Any, frame: FrameType) -> tuple[tuple[Origin, ...], tuple[int, ...]]:
-        at: FrameType | None = frame
-        while at is not None and at.f_code.co_filename not in files:
-            at = at.f_back
-        names = source_nodes(at.f_code.co_filename, at.f_lineno) if at is not None else ()
-        found = sorted({call for name in names for call in calls.get(name, ())})
-        return provenance_of(program, found, str(func))
+    def __init__(self) -> None:
+        self._files: set[str] = set()
 
-    return provenance
+    def provenance(self, module: fx.GraphModule, program: Program) -> Provenance:
+        """Return what tells, from the frame that issues a launch, which eager calls it stands for."""
+        calls = {node.name: calls_of(node) for node in module.graph.nodes}
+        files = {one.__file__ for one in generated_modules() if one.__file__}
+
+        def provenance(func: Any, frame: FrameType) -> tuple[tuple[Origin, ...], tuple[int, ...]]:
+            at: FrameType | None = frame
+            while at is not None and at.f_code.co_filename not in files:
+                at = at.f_back
+            names: tuple[str, ...] = ()
+            if at is not None:
+                self._files.add(at.f_code.co_filename)
+                names = source_nodes(at.f_code.co_filename, at.f_lineno)
+            found = sorted({call for name in names for call in calls.get(name, ())})
+            return provenance_of(program, found, str(func))
+
+        return provenance
+
+    def digest(self, fingerprint: str) -> str:
+        """Digest a recording with this fingerprint and the code of its kernels; empty if the code is not known."""
+        texts = sorted("\n".join(_lines(file)) for file in self._files)
+        return sha256("\0".join([fingerprint, *texts]).encode()).hexdigest() if all(texts) else ""

@@ -6,7 +6,9 @@ policies, memory, capture, checks) is the same.
 
 from __future__ import annotations
 
+import math
 import operator
+import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -18,7 +20,7 @@ from torch import fx
 
 from nimble_core.compiler.attribution import attributed
 from nimble_core.compiler.fixed_memory import with_fixed_memory
-from nimble_core.compiler.inductor import compile_graph, provenance_in_code
+from nimble_core.compiler.inductor import GeneratedCode, compile_graph
 from nimble_core.compiler.passes.channels_last import (
     keep_strides,
     results_laid_out,
@@ -43,8 +45,9 @@ from nimble_core.compiler.to_fx import calls_of, draws, lift, pinned, reference_
 from nimble_core.ir.call_graph import build_graph
 from nimble_core.ir.program import EAGER_CALL, Fuse, KernelChoice, Origin, Program, Role
 from nimble_core.runtime.device import Device
-from nimble_core.scheduling.saved_plan import Plan
+from nimble_core.scheduling.saved_plan import Plan, fingerprint
 from nimble_core.torch_compat.dispatch import OpOverload
+from nimble_core.tracing.folded_weights import Folded
 from nimble_core.tracing.kept_operators import kept_form
 from nimble_core.tracing.kernel_launches import Relaunch
 from nimble_core.tracing.operator_traits import fills
@@ -55,7 +58,7 @@ from nimble_core.tracing.signature import Signature
 from nimble_core.tracing.strides import widened
 from nimble_core.utils.errors import CaptureError, NimbleError, first_line
 
-__all__ = ["follow", "fuse"]
+__all__ = ["compile_ahead", "follow", "fuse"]
 
 Step = Callable[[str], AbstractContextManager[Any]]
 Run = Callable[..., Sequence[torch.Tensor]]
@@ -67,6 +70,7 @@ def fuse(
     kind: Fuse,
     *,
     measure: bool = True,
+    measure_s: float = math.inf,
     thorough: bool = False,
     choices: Collection[KernelChoice] | None = None,
     step: Step,
@@ -78,6 +82,7 @@ def fuse(
         recorded: the eager recording.
         kind: ``"library"``: calls of vendor libraries that do several eager calls at once; ``"inductor"``: compiled.
         measure: time alternatives; otherwise those that are usually fastest are taken.
+        measure_s: for how long; then the same goes for what is left.
         thorough: let the compiler time kernels too.
         choices: made earlier for this program, to be repeated; None: measure.
         step: times the steps.
@@ -87,7 +92,9 @@ def fuse(
         DeviceError: out of memory.
     """
     decisions = Decisions(
-        device.call_times_ns if measure and choices is None else None, None if choices is None else frozenset(choices)
+        device.call_times_ns if measure and choices is None else None,
+        time.perf_counter() + measure_s,
+        None if choices is None else frozenset(choices),
     )
     try:
         # Casts were recorded as calls: around these, autocast would cast what its user computes in full precision.
@@ -100,6 +107,31 @@ def fuse(
         raise CaptureError(
             f"the {kind} kernels do not run: {type(error).__name__}: {first_line(error)}", fix='Options(fuse="none")'
         ) from error
+
+
+def compile_ahead(
+    device: Device, recorded: Recorded, choices: Collection[KernelChoice] | None
+) -> tuple[KernelChoice, ...]:
+    """Compile what ``fuse`` will then find in Inductor's cache on disk, without running the model or measuring.
+
+    Weights are read. For another thread than the one that calls the model.
+
+    Args:
+        device: where it runs.
+        recorded: the eager recording; it draws no random numbers.
+        choices: as of ``fuse``; None: take what is usually fastest.
+
+    Returns:
+        The choices to give ``fuse``.
+
+    Raises:
+        CaptureError: it cannot be rewritten or compiled.
+    """
+    decisions = Decisions(given=None if choices is None else frozenset(choices))
+    with no_autocast(recorded.signature.device.type), torch.no_grad():
+        module, _, signature = _lowered(device, recorded, decisions, compiled=True)
+        _compiled(module, recorded, signature.tensors, GeneratedCode(), thorough=False)
+    return tuple(decisions.made)
 
 
 def follow(device: Device, recorded: Recorded, plan: Plan, *, thorough: bool = False, step: Step) -> Recorded:
@@ -118,12 +150,11 @@ def _fused(
 ) -> Recorded:
     eager = recorded.recording
     with step(f"rewrite for {kind}"), device.libraries_tuned():
-        module = _rewritten(device, recorded, decisions, compiled=kind == "inductor")
-        folded = None if recorded.trained else split_constants(module, _given_names(eager))
-        signature = _widened(recorded.signature, module)
+        module, folded, signature = _lowered(device, recorded, decisions, compiled=kind == "inductor")
+    code = GeneratedCode()
     with step("compile" if kind == "inductor" else "warm up library calls"), device.libraries_tuned():
         if kind == "inductor":
-            run, provenance = _compiled(module, recorded, signature.tensors, thorough=thorough)
+            run, provenance = _compiled(module, recorded, signature.tensors, code, thorough=thorough)
         else:
             run, provenance = tracked(module, eager.program)
         device.warm_up(run, signature.tensors, {})
@@ -136,7 +167,18 @@ def _fused(
     _require_same_results(kind, recording, recorded)
     program = replace(attributed(recording.program, eager.program), choices=tuple(decisions.made))
     recording = replace(recording, program=program, output_structure=eager.output_structure)
-    return replace(recorded, recording=recording, graph=build_graph(program), folded=folded, eager=recorded)
+    graph = build_graph(program)
+    kernels = code.digest(fingerprint(program, graph))
+    return replace(recorded, recording=recording, graph=graph, folded=folded, eager=recorded, kernels=kernels)
+
+
+def _lowered(
+    device: Device, recorded: Recorded, decisions: Decisions, *, compiled: bool
+) -> tuple[fx.GraphModule, Folded | None, Signature]:
+    """Return the rewritten graph, the constants that it reads, and its inputs."""
+    module = _rewritten(device, recorded, decisions, compiled=compiled)
+    folded = None if recorded.trained else split_constants(module, _given_names(recorded.recording))
+    return module, folded, _widened(recorded.signature, module)
 
 
 def _rewritten(device: Device, recorded: Recorded, decisions: Decisions, *, compiled: bool) -> fx.GraphModule:
@@ -252,9 +294,9 @@ def _widened(signature: Signature, module: fx.GraphModule) -> Signature:
 
 
 def _compiled(
-    module: fx.GraphModule, recorded: Recorded, inputs: Sequence[torch.Tensor], *, thorough: bool
+    module: fx.GraphModule, recorded: Recorded, inputs: Sequence[torch.Tensor], code: GeneratedCode, *, thorough: bool
 ) -> tuple[Run, Provenance]:
-    """Compile a graph; calls that draw random numbers, and an optimizer's, stay as they are."""
+    """Compile a graph to ``code``; calls that draw random numbers, and an optimizer's, stay as they are."""
     program = recorded.recording.program
     ahead, module = draws_apart(module, recorded.signature.device)
     updates = None
@@ -267,7 +309,7 @@ def _compiled(
         stages.append(tracked(ahead, program))
         with torch.no_grad():
             inputs = ahead(*inputs)
-    stages.append((compile_graph(module, inputs, thorough=thorough), provenance_in_code(module, program)))
+    stages.append((compile_graph(module, inputs, thorough=thorough), code.provenance(module, program)))
     if recorded.trained:
         stages.append(tracked(results_laid_out(module, free=recorded.copied_out), program))
     if updates is not None:

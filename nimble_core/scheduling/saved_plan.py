@@ -59,6 +59,7 @@ class Plan:
         operators: name of each call's operator.
         fuse: whose kernels the program runs (``Program.fuse``), and
         kernels: what was chosen while it was rewritten (``Program.choices``).
+        shown: in the cache of choices, a digest of the kernels whose outputs were shown to be right; empty elsewhere.
         schema_version: of the JSON.
     """
 
@@ -71,6 +72,7 @@ class Plan:
     operators: tuple[str, ...]
     fuse: Fuse = "none"
     kernels: tuple[KernelChoice, ...] = ()
+    shown: str = ""
     schema_version: int = PLAN_VERSION
 
     @property

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import cache, wraps
+from types import FrameType
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from nimble_core.torch_compat.private import function, private
 
@@ -49,6 +54,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "HigherOrderOperator",
+    "Mode",
     "OpOverload",
     "TorchDispatchMode",
     "UnsupportedFakeTensorException",
@@ -62,6 +68,7 @@ __all__ = [
     "foreach_zero_",
     "fused_kernels",
     "has_kernel",
+    "issuer_of",
     "keys_excluded",
     "lifts_host_tensors",
     "modes_off",
@@ -123,3 +130,48 @@ foreach_kernels: Callable[[], list[str]] = function(
 fused_kernels: Callable[[], list[str]] = function(
     "torch.utils._foreach_utils:_get_fused_kernels_supported_devices", "choose the optimizer's form as torch does"
 )
+
+
+class Mode(TorchDispatchMode):
+    """A mode that neither Dynamo nor what it compiles looks into.
+
+    By itself torch hides a mode from Dynamo by importing Dynamo, which takes a second. Here that is done only where
+    Dynamo is in the process.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]  # torch's has no types
+        if "__torch_dispatch__" in vars(cls):
+            cls.__torch_dispatch__ = _hidden_from_dynamo(vars(cls)["__torch_dispatch__"])  # type: ignore[method-assign]  # as torch does
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True: else a ``torch.compile``d submodule first called inside runs eager from then on."""
+        return True
+
+
+def _hidden_from_dynamo(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    @cache
+    def hidden() -> Callable[..., Any]:
+        found: Callable[..., Any] = torch.compiler.disable(dispatch)
+        return found
+
+    @wraps(dispatch)
+    def dispatched(*args: Any, **kwargs: Any) -> Any:
+        return (hidden() if "torch._dynamo" in sys.modules else dispatch)(*args, **kwargs)
+
+    return dispatched
+
+
+_WRAPPER = _hidden_from_dynamo(print).__code__
+
+
+def issuer_of(frame: FrameType) -> FrameType:
+    """Return the frame that issued a call, from the one that called ``__torch_dispatch__`` of a ``Mode``."""
+    while frame.f_code is not _WRAPPER and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_back or frame

@@ -21,7 +21,7 @@ from nimble_core.torch_compat.dispatch import (
     FAKE_TENSOR,
     FakeTensor,
     FakeTensorMode,
-    TorchDispatchMode,
+    Mode,
     conjugated,
     modes_off,
     negated,
@@ -189,17 +189,13 @@ def _fakes_unnoticed() -> Iterator[None]:
         yield
 
 
-class _DeviceWork(TorchDispatchMode):
+class _DeviceWork(Mode):
     """Counts the calls that would add a node to a capture: those that write, or make, memory on the device."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self._nodes = 0
         self._paused = False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

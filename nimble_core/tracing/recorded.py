@@ -167,6 +167,7 @@ class Recorded:
         copied_in: inputs, the first so many, that are copied into buffers which nothing else reads: what is made of the
             recording may ask for more than they are, zeros, so that they lie in the corner of their buffers.
         said: what the model does in Python that replays do not, in words.
+        kernels: digest of the program and of the code of its kernels; empty for eager's, and where that is not known.
     """
 
     model: Callable[..., Any]
@@ -180,6 +181,7 @@ class Recorded:
     copied_out: int = 0
     copied_in: int = 0
     said: tuple[str, ...] = ()
+    kernels: str = ""
 
     @property
     def whole(self) -> bool:

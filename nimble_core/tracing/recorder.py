@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from nimble_core.ir.program import Call, Program
-from nimble_core.torch_compat.dispatch import TorchDispatchMode, pytree
+from nimble_core.torch_compat.dispatch import Mode, issuer_of, pytree
 from nimble_core.tracing import unread_values
 from nimble_core.tracing.call_writer import CallRunner, CallWriter, Operation
 from nimble_core.tracing.host_reads import FreshConstants, HandedOut, HostReads, HostWork
@@ -182,7 +182,7 @@ def _random_state_set(where: str) -> NotStaticError:
     )
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(Mode):
     """The dispatch mode that sees every call, refuses what a replay would freeze, and has the rest written down."""
 
     def __init__(
@@ -223,11 +223,6 @@ class _Recorder(TorchDispatchMode):
         self.inputs = tuple(table.give(tensor, "input", path) for path, tensor in inputs)
         self.kept_windows = KeptWindows([*named, *inputs])
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        # Else a torch.compile'd submodule first called inside the mode runs eager and is never compiled afterwards.
-        return True
-
     def draws_nothing(self) -> bool:
         """Return whether this was a live run in which no call drew random numbers."""
         return self.log.on_host and self.writer.generator is None
@@ -237,7 +232,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        frame = sys._getframe(1)
+        frame = issuer_of(sys._getframe(1))
         try:
             return self._dispatched(func, args, kwargs or {}, frame)
         except NimbleError as error:

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from nimble_core.torch_compat.autograd import preserve_version_counter, set_version_counter
 from nimble_core.torch_compat.dispatch import (
     HigherOrderOperator,
-    TorchDispatchMode,
+    Mode,
     modes_off,
     pytree,
 )
@@ -212,7 +212,7 @@ def preserved(
         yield guard
 
 
-class _WriteGuard(TorchDispatchMode):
+class _WriteGuard(Mode):
     """Tells the guard before each write to a tensor that existed before the run.
 
     Refuses operators that take functions (``torch.cond``), in the first run of a model.
@@ -224,10 +224,6 @@ class _WriteGuard(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self.guard = guard
         self.made: dict[int, StorageWeakRef] = {}  # while held, a storage's address names no other storage
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def exported(self, tensor: torch.Tensor, frame: FrameType) -> None:
         """Keep a copy of ``tensor``, whose memory is handed out and may be written without a call."""

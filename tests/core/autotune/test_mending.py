@@ -141,7 +141,7 @@ def test_a_choice_that_is_recalled_keeps_eagers_calls(
     kind: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("NIMBLE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("nimble_core.autotune.autotune.kinds_tried", lambda device, options: ("none", kind))
+    monkeypatch.setattr("nimble_core.autotune.autotune.kinds_of", lambda device, options: ("none", kind))
     plant(monkeypatch, without_bias, reads_the_input)
     model, x = constant()
     options = quick("auto", tune="fast", policy="auto", budget_s=60.0)
@@ -157,7 +157,7 @@ def test_what_was_wrong_of_a_recalled_choice_says_nothing_of_new_kernels(
     kind: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("NIMBLE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("nimble_core.autotune.autotune.kinds_tried", lambda device, options: ("none", kind))
+    monkeypatch.setattr("nimble_core.autotune.autotune.kinds_of", lambda device, options: ("none", kind))
     monkeypatch.setattr("nimble_core.autotune.autotune.choose", the_last)
     model, x = constant()
     options = quick("auto", tune="fast", policy="auto", budget_s=60.0)

@@ -1,0 +1,175 @@
+"""How long preparing takes, cold and warm, beside ``torch.compile``.
+
+    python -m benchmarks.preparation --out benchmarks/results/preparation-host.json
+    python -m benchmarks.preparation --device cuda --out benchmarks/results/preparation-h200.json
+
+Each way and each start is a process of its own. *Cold* finds empty caches: ours, Inductor's and Triton's. *Warm* is the
+next process, which finds what the first has kept. What is timed begins when model and inputs lie on the device and
+eager has run once, and ends with outputs: of the first call of ours, of the third of ``torch.compile``, whose first
+compiles and whose second records (on CUDA in mode ``reduce-overhead``; on the host in its default mode). *Ours first*
+ends where ``prepare(..., background=True)`` returns; *ours compiled* is ``fuse="inductor"`` on the host. Processes' own
+CPU time is kept beside, which others on the machine disturb less; on the host torch has one thread. The phases are
+those of ``Engine.seconds``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.common import options, write
+from benchmarks.models import ROWS, Inference, Inputs, load
+from nimble_core import Nimble, Options
+from nimble_core.profiling.machine import environment
+from nimble_core.torch_compat.compiler import COUNTERS
+
+ROOT = Path(__file__).parent.parent
+STARTS = ("cold", "warm")
+WAYS = {
+    "cpu": ("ours", "ours compiled", "ours first", "torch.compile"),
+    "cuda": ("ours", "ours first", "torch.compile"),
+}
+DEFAULT_ROWS = {
+    "cpu": "mlp branches resnet50 bert llama-decode",
+    "cuda": "resnet50 bert googlenet nasnet-mobile llama-decode densenet161 mobilenet efficientnet segformer swin-t "
+    "gpt2 vit-tf32",
+}
+CACHES = ("NIMBLE_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+
+
+def main() -> None:
+    """Measure rows one after the other, and print a line for each process."""
+    parser = options(__doc__)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--rows", default="", help="names, separated by spaces (default: five on the host, 12 on CUDA)")
+    parser.add_argument("--rounds", type=int, default=1, help="cold and warm starts of each (default: 1)")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.child:
+        row, way = given.child.split("/")
+        print(json.dumps(measured(row, way, given.device)))
+        return
+    stamp, taken = environment(given.device), list[dict[str, Any]]()
+    for row in (given.rows or DEFAULT_ROWS[given.device]).split():
+        for way in WAYS[given.device]:
+            for _ in range(given.rounds):
+                taken += both_starts(row, way, given.device)
+        write(given.out, {"samples": taken}, stamp)
+    print("\n".join(table(taken)))
+
+
+def both_starts(row: str, way: str, device: str) -> list[dict[str, Any]]:
+    """Run two processes one after the other, with caches that only they share."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        own = {name: f"{folder}/{name}" for name in CACHES} | ({"OMP_NUM_THREADS": "1"} if device == "cpu" else {})
+        for start in STARTS:
+            command = [sys.executable, "-m", "benchmarks.preparation", "--device", device, "--child", f"{row}/{way}"]
+            done = subprocess.run(command, cwd=ROOT, env=os.environ | own, capture_output=True, text=True)
+            lines = (done.stdout if done.returncode == 0 else done.stderr).splitlines()
+            sample = json.loads(lines[-1]) if done.returncode == 0 else {"error": lines[-1][:300] if lines else "died"}
+            found.append({"row": row, "way": way, "start": start, **sample})
+            print(line(found[-1]), flush=True)
+    return found
+
+
+def measured(row: str, way: str, device: str) -> dict[str, Any]:
+    """Prepare once, in this process."""
+    model, (args, kwargs) = case(row, device)
+    ready = Options(fuse="inductor") if way == "ours compiled" else Options()
+    with torch.no_grad():
+        model(*args, **kwargs)
+        settled(device)
+        wall, cpu = time.perf_counter(), cpu_s()
+        if way == "torch.compile":
+            compiled = torch.compile(model, mode="reduce-overhead" if device == "cuda" else None)
+            for _ in range(3):
+                compiled(*args, **kwargs)
+            found = {}
+        else:
+            net = Nimble(model, ready).prepare(*args, background=way == "ours first", **kwargs)
+            if way != "ours first":
+                net(*args, **kwargs)
+            (engine,) = net.engines
+            kept = any("by an earlier process" in note for note in engine.notes)
+            found = {"phases": dict(engine.seconds), "chosen": engine.schedule.policy, "recalled": kept}
+        settled(device)
+    seconds = {"wall_s": time.perf_counter() - wall, "cpu_s": cpu_s() - cpu}
+    compiler = COUNTERS.require()["inductor"] if "torch._dynamo" in sys.modules else {}
+    return {**seconds, **found, "compiler_cache": {name: compiler[name] for name in compiler if "cache" in name}}
+
+
+def case(row: str, device: str) -> tuple[nn.Module, Inputs]:
+    """Model and inputs of a row; on the host in float32, and a decode step of a small model."""
+    torch.manual_seed(0)
+    if row == "mlp":
+        layers = [layer for _ in range(3) for layer in (nn.Linear(256, 256), nn.ReLU())]
+        return nn.Sequential(*layers).eval().to(device), ((torch.randn(8, 256, device=device),), {})
+    if row == "branches":
+        from examples.models import branches
+
+        wide, args, kwargs = branches(blocks=16, paths=8)
+        return wide.to(device), (tuple(one.to(device) for one in args), kwargs)
+    known = ROWS[row] if device == "cuda" else replace(ROWS[row], dtype="float32")
+    given = load(known, device, tiny=device == "cpu" and row == "llama-decode")
+    assert isinstance(given, Inference)
+    return given.model, given.fresh()
+
+
+def settled(device: str) -> None:
+    """Wait for the device."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def cpu_s() -> float:
+    """CPU time of this process and of those that it has waited for, seconds."""
+    both = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in both)
+
+
+def line(sample: dict[str, Any]) -> str:
+    """One process in a line."""
+    head = f"{sample['row']:<16}{sample['way']:<16}{sample['start']:<6}"
+    if "error" in sample:
+        return f"{head}{sample['error']}"
+    phases = [f"{name} {seconds:.1f}" for name, seconds in sample.get("phases", {}).items() if seconds >= 0.05]
+    return f"{head}{sample['wall_s']:7.1f} s{sample['cpu_s']:7.1f} s CPU   {', '.join(phases)}"
+
+
+def table(taken: Sequence[dict[str, Any]]) -> list[str]:
+    """Medians of wall and CPU time by row, way and start, as a Markdown table, with ratios to ``torch.compile``."""
+    right = [one for one in taken if "error" not in one]
+    rows, ways = (list(dict.fromkeys(one[name] for one in taken)) for name in ("row", "way"))
+    lines = ["| row | start | " + " | ".join(ways) + " |", "| --- | --- |" + " ---: |" * len(ways)]
+
+    def middle(name: str, row: str, start: str, way: str) -> float:
+        samples = [one[name] for one in right if (one["row"], one["start"], one["way"]) == (row, start, way)]
+        return median(samples) if samples else float("nan")
+
+    def cell(row: str, start: str, way: str) -> str:
+        wall, cpu = (middle(name, row, start, way) for name in ("wall_s", "cpu_s"))
+        return f"{wall:.1f} s, {cpu:.1f} s CPU ({cpu / middle('cpu_s', row, start, 'torch.compile'):.2f}x)"
+
+    for row in rows:
+        for start in STARTS:
+            lines.append(f"| {row} | {start} | {' | '.join(cell(row, start, way) for way in ways)} |")
+    return lines
+
+
+if __name__ == "__main__":
+    main()
