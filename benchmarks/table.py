@@ -1,6 +1,6 @@
 """Write what the runner's stores say into README and docs, by one template.
 
-    python -m benchmarks.table          # reads benchmarks/results/h200.jsonl.gz and h100.jsonl.gz
+    python -m benchmarks.table          # reads benchmarks/results/h200.jsonl.gz
     python -m benchmarks.table --check  # writes nothing; exit status 1 where a page says something else
 
 A table lies between two equal marks: ``<!-- inference -->``, ``<!-- training -->``, ``<!-- streams -->``, or the
@@ -27,7 +27,7 @@ from benchmarks.store import OURS, Record, ratio, read
 from nimble_core.ir.measurement import Ratio
 
 ROOT = Path(__file__).parents[1]
-STORES = tuple(ROOT / "benchmarks" / "results" / f"{gpu}.jsonl.gz" for gpu in ("h200", "h100"))
+STORES = tuple(ROOT / "benchmarks" / "results" / f"{gpu}.jsonl.gz" for gpu in ("h200",))
 EAGERS_KERNELS = ROOT / "benchmarks" / "results" / "cuda-h200.json"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
 NOTHING = "Not measured yet."
@@ -190,9 +190,8 @@ def speed(stores: Iterable[Sequence[Record]]) -> str:
         cells = [f"{one[row]:.2f}x" if row in one else "–" for one in values.values()]
         lines.append(f"| {name}, {what} | {rows[row]['ours'].title} | {' | '.join(cells)} |")
     dates = sorted(ways["ours"].date[:10] for ways in rows.values())
-    return f"{_where(rows).partition(' (')[0]}, each row by the engine of its day, {dates[0]} to {dates[-1]}:\n\n" + (
-        "\n".join(lines)
-    )
+    days = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+    return f"{_where(rows).partition(' (')[0]}, each row by the engine of its day, {days}:\n\n" + ("\n".join(lines))
 
 
 def _ratios(
