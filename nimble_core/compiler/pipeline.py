@@ -93,8 +93,8 @@ def fuse(
     """
     decisions = Decisions(
         device.call_times_ns if measure and choices is None else None,
-        time.perf_counter() + measure_s,
         None if choices is None else frozenset(choices),
+        time.perf_counter() + measure_s,
     )
     try:
         # Casts were recorded as calls: around these, autocast would cast what its user computes in full precision.

@@ -37,15 +37,15 @@ class Decisions:
 
     Args:
         timer: measures calls; None: nothing is measured.
-        until_s: when to stop measuring, by ``time.perf_counter``.
         given: choices made earlier for the same program; None: there are none.
+        until_s: when to stop measuring, by ``time.perf_counter``.
         made: the choices taken, in order.
         times: what was measured, ns, by key.
     """
 
     timer: Timer | None = None
-    until_s: float = math.inf
     given: frozenset[KernelChoice] | None = None
+    until_s: float = math.inf
     made: list[KernelChoice] = field(default_factory=list)
     times: dict[Hashable, tuple[float, ...]] = field(default_factory=dict)
 
