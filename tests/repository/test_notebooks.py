@@ -15,6 +15,7 @@ NotebookClient = pytest.importorskip("nbclient", reason="needs nbclient: make te
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 ADDRESS = r"""["']?(?:https?:)?//"""
+MOST_CELLS = 20
 LOADED = re.compile(
     rf"""\bsrc\s*=\s*{ADDRESS}|<link[^>]*\bhref\s*=\s*{ADDRESS}|\bimport\s*(?:\(|url\()?\s*{ADDRESS}"""
     rf"""|\b(?:require|fetch)\(\[?\s*{ADDRESS}"""
@@ -52,6 +53,11 @@ def test_committed_with_outputs_that_name_no_machine_and_need_no_network(path: P
     assert any(pages)
     assert [found[0] for page in pages for found in LOADED.finditer(page)] == []
     assert not any("plotly" in kind for kind in _kinds(notebook))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_is_short(path: Path) -> None:
+    assert len(nbformat.read(path, as_version=4).cells) <= MOST_CELLS
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
