@@ -436,7 +436,7 @@ class _Tuning:
         trials = self.trials
         right = [name for name in trials.executables if not trials.wrong(name)]
         measured = {name: trials.candidates[name] for name in right if trials.candidates[name].measurement}
-        measured = {name: one for name, one in measured.items() if self._asked(one, wanted)} or measured
+        measured = {name: one for name, one in measured.items() if _asked(self.options, one, wanted)} or measured
         if measured:
             singles_nbytes, on_cuda = trials.singles_nbytes(), self.device.kind == "cuda"
             choice = choose(measured, singles_nbytes, price, kept=self._kept, prefer_compiled=on_cuda)
@@ -449,11 +449,6 @@ class _Tuning:
         plan = kept_plan(self.device, self.recorded, self.options)
         return plan.policy if plan else ""
 
-    def _asked(self, one: Candidate, kinds: Sequence[str]) -> bool:
-        """Tell whether the options ask for this one, and not only for what it is compared with."""
-        alone = one.name == variant_name(one.fuse, "single")
-        return one.fuse in kinds and (not alone or self.options.policy in ("auto", "single"))
-
     def _chosen(self, wanted: Sequence[Fuse]) -> str:
         """Choose, mark the choice, and say if it, or one stream of eager's kernels, is wrong."""
         best = self._best(wanted, self.price)
@@ -465,6 +460,12 @@ class _Tuning:
                 self.wrong = reason
         self.trials.amend(best, chosen=True)
         return best
+
+
+def _asked(options: Options, one: Candidate, kinds: Sequence[str]) -> bool:
+    """Tell whether the options ask for this one, and not only for what it is compared with."""
+    alone = one.name == variant_name(one.fuse, "single")
+    return one.fuse in kinds and (not alone or options.policy in ("auto", "single"))
 
 
 def _interrupt() -> None:
