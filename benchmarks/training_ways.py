@@ -73,7 +73,7 @@ def _laid_out(case: Case) -> Tensor:
     """Copy the batch in the layout of what is captured."""
     x = case.args[0]
     turned = x.dim() == 4 and case.row.dtype != "strict"
-    return x.clone(memory_format=torch.channels_last if turned else torch.preserve_format)  # type: ignore[no-any-return]  # of Any
+    return x.clone(memory_format=torch.channels_last if turned else torch.preserve_format)  # type: ignore[no-any-return]  # torch's clone returns Any
 
 
 def _step(case: Case, model: Any, optimizer: Optimizer, mode: str = "", *, whole: bool = False) -> Step:

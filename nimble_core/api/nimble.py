@@ -83,7 +83,7 @@ class Nimble(WrappedModule):
     @property
     def background(self) -> tuple[Background, ...]:
         """What became of each ``prepare(..., background=True)``, in order."""
-        return self._later.begun  # type: ignore[no-any-return]
+        return self._later.begun  # type: ignore[no-any-return]  # what a module's attributes are, types do not know
 
     def prepare(
         self, *args: Any, training: bool = False, plan: Plan | None = None, background: bool = False, **kwargs: Any

@@ -6,15 +6,17 @@ once, and what writes them is left out; what is computed of them is then a const
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
 
+from nimble_core.compiler.to_fx import written_slots
 from nimble_core.ir.program import TensorRef
 from nimble_core.torch_compat.dispatch import OpOverload
-from nimble_core.tracing.operator_traits import fills, only_metadata, written_arguments
-from nimble_core.tracing.recording import Recording, Step, fill, slots_in
+from nimble_core.tracing.operator_traits import fills, only_metadata
+from nimble_core.tracing.recording import Recording, Step, run_step
 
 __all__ = ["with_fixed_memory"]
 
@@ -41,13 +43,7 @@ def with_fixed_memory(recording: Recording, device: torch.device) -> Recording:
 
 def _touched(step: Step) -> tuple[int, ...]:
     """Find the slots whose memory a step makes, writes or shows."""
-    return (*(slot for slot in step.outputs if slot >= 0), *_written(step))
-
-
-def _written(step: Step) -> tuple[int, ...]:
-    if not isinstance(step.func, OpOverload):
-        return step.reads
-    return tuple(slots_in(written_arguments(step.func, step.args, dict(step.kwargs))))
+    return (*(slot for slot in step.outputs if slot >= 0), *written_slots(step))
 
 
 def _homes(recording: Recording, slots: Iterable[int]) -> frozenset[int]:
@@ -59,7 +55,7 @@ def _fixed(recording: Recording) -> frozenset[int]:
     literals = {
         slot for step in recording.steps if step.func is torch.ops.aten.lift_fresh.default for slot in step.reads
     }
-    literals -= {slot for step in recording.steps for slot in _written(step)}
+    literals -= {slot for step in recording.steps for slot in written_slots(step)}
     varying = set(_homes(recording, (*recording.inputs, *recording.outputs, *(recording.given.keys() - literals))))
     before = -1
     while before != len(varying):
@@ -86,7 +82,7 @@ def _chosen(recording: Recording, fixed: frozenset[int]) -> frozenset[int]:
     """Find the fixed storages that are written in place, and read by others only when all is written."""
     last: dict[int, int] = {}
     for position, step in enumerate(recording.steps):
-        last.update(dict.fromkeys(_homes(recording, _written(step)) & fixed, position))
+        last.update(dict.fromkeys(_homes(recording, written_slots(step)) & fixed, position))
     chosen, before = set(last), -1
     while before != len(chosen):
         before = len(chosen)
@@ -109,15 +105,7 @@ def _computed(recording: Recording, chosen: frozenset[int], device: torch.device
     with torch.inference_mode(False), torch.no_grad():
         for step in reversed(steps):
             shown = {slot: _like(recording.refs[slot], device) for slot in step.reads if slot not in tensors}
-            found = step.func(
-                *fill(step.args, tensors | shown), **{name: fill(one, tensors) for name, one in step.kwargs}
-            )
-            for slot, place in zip(step.outputs, step.places, strict=True):
-                value = found
-                for at in place:
-                    value = value[at]
-                if slot >= 0:
-                    tensors[slot] = value
+            run_step(step, ChainMap(tensors, shown))
     return tensors
 
 

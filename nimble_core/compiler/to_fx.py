@@ -39,6 +39,7 @@ __all__ = [
     "recorded_ancestor",
     "reference_of",
     "use_calls",
+    "written_slots",
 ]
 
 CALL_PREFIX = "eager_call_"
@@ -175,7 +176,7 @@ class _Lifting:
                 self._take_window(step.outputs[0], self.value[step.reads[0]])
                 return
             step = self._reshaped(step)
-        written = _written_slots(step)
+        written = written_slots(step)
         schema = getattr(step.func, "_schema", None)
         functional = self._functional(step, written, position) if schema else None
         args = tuple(self.filled(arg) for arg in step.args)
@@ -292,7 +293,7 @@ def lift(recording: Recording) -> fx.GraphModule:
     for position, step in enumerate(recording.steps):
         last_read.update(dict.fromkeys(step.reads, position))
     last_read.update(dict.fromkeys(recording.outputs, len(recording.steps)))
-    written = {recording.storage_of[slot] for step in recording.steps for slot in _written_slots(step)}
+    written = {recording.storage_of[slot] for step in recording.steps for slot in written_slots(step)}
     given = {recording.storage_of[slot] for slot in recording.given}
     lifting = _Lifting(recording, graph, _exact(recording), last_read, written & given)
     for position, slot in enumerate(recording.inputs):
@@ -354,7 +355,7 @@ def _matters(node: fx.Node) -> bool:
     return schema.is_mutable or not schema.returns or draws(node)
 
 
-def _written_slots(step: Step) -> tuple[int, ...]:
+def written_slots(step: Step) -> tuple[int, ...]:
     """Find the slots that a step writes; without a schema, all that it is given."""
     if getattr(step.func, "_schema", None) is None:
         return step.reads
