@@ -81,12 +81,12 @@ def test_a_step_learns_what_eager_learns(way):
 @pytest.mark.filterwarnings("ignore")  # torch.compile's
 @pytest.mark.parametrize("row", ["mlp", "trained"])
 @pytest.mark.parametrize("together", [False, True])
-def test_every_way_is_measured_on_a_gpu(row, together, monkeypatch):
+def test_every_way_is_measured_on_a_gpu(row, together, monkeypatch, tmp_path):
     # The runner gives each its own process. Where one marked its steps, a peer that marks none records a graph a call.
     monkeypatch.setattr("torch._inductor.cudagraph_trees.MarkStepBox.mark_step_counter", 0)
     module = training_ways if ROWS[row].training else ways
     job = Job("", "tests.benchmarks.small_rows", tiny=True, row=row, ways=module.DEFAULT, together=together)
-    found = {one.way: one for one in measured(job)}
+    found = {one.way: one for one in measured(job, tmp_path)}
     assert {way: one.error for way, one in found.items()} == dict.fromkeys(module.DEFAULT, "")
     assert not any(one.wrong for one in found.values())
     graphed = {way for way, one in found.items() if one.host_us and one.device_us and one.launch_us and one.graphs}

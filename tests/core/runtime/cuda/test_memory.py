@@ -39,7 +39,7 @@ def test_closing_frees_the_memory(wide: Wide) -> None:
     gc.collect()
     before = held()
     net = Nimble(wide).prepare(x)
-    assert held()[0] > before[0]
+    assert held() > before  # a recalled choice may fit into what the first one reserved
     gc.disable()
     try:
         net.close()
