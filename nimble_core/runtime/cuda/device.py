@@ -22,6 +22,7 @@ from nimble_core.runtime.cuda.allocation_trace import CaptureCounter, allocation
 from nimble_core.runtime.cuda.capturing import Lanes, capture_on, errors_explained, fork, join, retry_with_room
 from nimble_core.runtime.cuda.executable import CudaExecutable
 from nimble_core.runtime.cuda.graph_nodes import CaptureProbe, linked, links_change, read_graph, zeroed_at_once
+from nimble_core.runtime.cuda.input_copies import InputCopies, copied_by_nodes
 from nimble_core.runtime.cuda.kernel_forms import forms_timed
 from nimble_core.runtime.cuda.memory import CudaArena, places_memory
 from nimble_core.runtime.cuda.observing import observe_replays
@@ -155,6 +156,7 @@ class CudaDevice:
                 issuer.tensors.clear()
                 arena.capture_ended()
                 raw = _read_and_link(self.device, graph, bounds, recording, arena.untouched)
+                copies = _copied(self.device, graph, raw, buffers, inputs)
                 with errors_explained():
                     graph.instantiate()
                 held = max(torch.cuda.memory_reserved(self.device) - before, 0)
@@ -163,7 +165,9 @@ class CudaDevice:
             arena.close()
             raise
         shapes = [tensor.shape for tensor in inputs]
-        executable = CudaExecutable(self.device, graph, schedule, recording, buffers, shapes, outputs, raw, held, arena)
+        executable = CudaExecutable(
+            self.device, graph, schedule, recording, buffers, shapes, outputs, raw, held, arena, copies
+        )
         return replays_marked(executable, recording.program, schedule)
 
     @retry_with_room
@@ -266,6 +270,20 @@ def _like(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         return widened(tensor.detach(), sizes)
     made = torch.empty_like(tensor, requires_grad=False)
     return made.copy_(tensor.detach())
+
+
+def _copied(
+    device: torch.device,
+    graph: torch.cuda.CUDAGraph,
+    raw: RawGraph,
+    buffers: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+) -> InputCopies | None:
+    """Have nodes of the graph copy inputs into buffers of the same shapes; None where calls copy them."""
+    if any(buffer.shape != tensor.shape for buffer, tensor in zip(buffers, inputs, strict=True)):
+        return None
+    with torch.cuda.device(device):
+        return copied_by_nodes(graph.raw_cuda_graph(), raw, buffers)
 
 
 def _issue_schedule(

@@ -11,6 +11,7 @@ import torch
 
 from nimble_core.ir.schedule import Schedule
 from nimble_core.runtime.cuda.graph_nodes import linked
+from nimble_core.runtime.cuda.input_copies import InputCopies
 from nimble_core.runtime.cuda.memory import CudaArena
 from nimble_core.scheduling.verify_capture import RawGraph, emitted_counts
 from nimble_core.torch_compat.autograd import set_grad_enabled
@@ -43,6 +44,7 @@ class CudaExecutable:
         raw: what the graph consists of.
         pool_nbytes: that the capture took of torch's allocator.
         arena: the memory of its calls, if they have some of their own.
+        copies: nodes of the graph that copy inputs, if it has some.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class CudaExecutable:
         raw: RawGraph,
         pool_nbytes: int,
         arena: CudaArena | None = None,
+        copies: InputCopies | None = None,
     ) -> None:
         self.device = device
         self._kept = tuple(recording.given.values())  # what it reads by address
@@ -73,7 +76,9 @@ class CudaExecutable:
         self.buffers = [corner(buffer, shape) for buffer, shape in zip(buffers, shapes, strict=True)]
         self.outputs = outputs
         self._written, self._rewind = recording.written_inputs, rewinding(recording, buffers)
-        self._arena = arena
+        self._arena, self._copies = arena, copies
+        if copies is not None:
+            copies.attach(graph.raw_cuda_graph_exec())
         self._lock = threading.Lock()
         self._linking = threading.RLock()
         self._stream: torch.cuda.Stream | None = None
@@ -91,14 +96,8 @@ class CudaExecutable:
             try:
                 self._follow_last_run()
                 buffers = self.buffers
-                if self._rests:
-                    foreach_zero_(self._rests)
-                    for buffer, given in zip(buffers, inputs, strict=True):
-                        buffer.copy_(given)
-                elif len(buffers) == 1:
-                    buffers[0].copy_(inputs[0], non_blocking=True)
-                else:
-                    foreach_copy_(buffers, list(inputs), non_blocking=True)
+                if self._copies is None or not self._copies.read(inputs):
+                    self._copy_in(inputs)
                 with launching:
                     graph.replay()
                 for position in self._written:
@@ -108,12 +107,25 @@ class CudaExecutable:
                 if grad:
                     set_grad_enabled(True)
 
+    def _copy_in(self, inputs: Sequence[torch.Tensor]) -> None:
+        buffers = self.buffers
+        if self._rests:
+            foreach_zero_(self._rests)
+            for buffer, given in zip(buffers, inputs, strict=True):
+                buffer.copy_(given)
+        elif len(buffers) == 1:
+            buffers[0].copy_(inputs[0], non_blocking=True)
+        else:
+            foreach_copy_(buffers, list(inputs), non_blocking=True)
+
     def replay(self) -> None:
-        """Replay on the caller's stream."""
+        """Replay on the caller's stream, on what the buffers hold."""
         with self._lock:
             if self.graph is None:
                 raise _closed()
             self._follow_last_run()
+            if self._copies is not None:
+                self._copies.off()
             if self._rewind:
                 self._rewind()
             with launching:
@@ -141,6 +153,8 @@ class CudaExecutable:
             self.raw = linked(graph.raw_cuda_graph(), self.raw, ahead)
             try:
                 graph.instantiate()
+                if self._copies is not None:
+                    self._copies.attach(graph.raw_cuda_graph_exec())
             except BaseException as error:
                 # Its instance is gone, and torch would end that once more: nobody may launch or free this graph again.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from nimble_core.scheduling.verify_capture import RawGraph, begun_by, leading_fills
 from nimble_core.utils.errors import DeviceError
 
-__all__ = ["CaptureProbe", "linked", "links_change", "read_graph", "zeroed_at_once"]
+__all__ = ["CaptureProbe", "add_roots", "cuda_driver", "linked", "links_change", "read_graph", "zeroed_at_once"]
 
 _PROGRAMMATIC = (1, 0, 1)
 """An edge's port of its tail, port of its head, and type, where the head is launched ahead."""
@@ -20,7 +20,8 @@ _WORTH = 2
 """Fewest nodes that one node at the beginning replaces."""
 
 
-def _driver() -> Any:
+def cuda_driver() -> Any:
+    """Return cuda-bindings' driver. Raises DeviceError where that is not installed."""
     try:
         from cuda.bindings import driver
     except ImportError as error:
@@ -46,7 +47,7 @@ class CaptureProbe:
     """
 
     def __init__(self, stream: int) -> None:
-        self._driver = _driver()
+        self._driver = cuda_driver()
         _, _, graph, *_ = _checked(self._driver.cuStreamGetCaptureInfo(stream), "cuStreamGetCaptureInfo")
         self._graph = int(graph)
         self._count = ctypes.c_size_t()
@@ -82,7 +83,7 @@ def _nodes_of() -> Any:
 
 def read_graph(handle: int) -> RawGraph:
     """Read the graph behind ``CUDAGraph.raw_cuda_graph()``. Raises DeviceError."""
-    driver = _driver()
+    driver = cuda_driver()
     graph = driver.CUgraph(init_value=handle)
     _, count = _checked(driver.cuGraphGetNodes(graph, 0), "cuGraphGetNodes")
     if not count:
@@ -108,7 +109,7 @@ def read_graph(handle: int) -> RawGraph:
 
 def links_change(raw: RawGraph) -> bool:
     """Return whether kinds of edges can be changed: not beside nodes that allocate, nor before CUDA 12.3."""
-    return not {"mem_alloc", "mem_free"} & set(raw.kinds) and _edges_have_kinds(_driver())
+    return not {"mem_alloc", "mem_free"} & set(raw.kinds) and _edges_have_kinds(cuda_driver())
 
 
 def linked(handle: int, raw: RawGraph, ahead: Sequence[tuple[int, int]]) -> RawGraph:
@@ -142,7 +143,7 @@ def zeroed_at_once(handle: int, raw: RawGraph, untouched: Sequence[Mapping[int, 
     Returns:
         ``raw`` where there is too little of that, or the driver refuses.
     """
-    driver = _driver()
+    driver = cuda_driver()
     pieces: list[dict[int, range]] = [{} for _ in untouched]
     for node in leading_fills(raw):
         call = raw.owner[node]
@@ -173,6 +174,32 @@ def zeroed_at_once(handle: int, raw: RawGraph, untouched: Sequence[Mapping[int, 
     # Only now, with all others in order: a fill that cannot go sets to zero what is zero already.
     gone = [node for node in filled if int(driver.cuGraphDestroyNode(_node(driver, raw.nodes[node]))[0]) == 0]
     return begun_by(raw, handles, gone)
+
+
+def add_roots(handle: int, raw: RawGraph, adding: Sequence[Callable[[Any], tuple[Any, Any]]]) -> list[int]:
+    """Add nodes that all others wait for, and return their handles; none, and the graph as it was, if that fails.
+
+    Args:
+        handle: of the graph that ``raw`` was read from, which is changed.
+        raw: as it is; ``links_change``.
+        adding: each adds a node without edges to the graph that it is given, and returns ``(code, node)``.
+    """
+    driver = cuda_driver()
+    graph = driver.CUgraph(init_value=handle)
+    waiting = sorted({*range(len(raw.nodes))} - {head for _, head in raw.edges})
+    made: list[Any] = []
+    for add in adding:
+        code, node = add(graph)
+        if int(code) == 0:
+            made.append(node)
+    tails = [node for node in made for _ in waiting]
+    heads = [_node(driver, raw.nodes[one]) for _ in made for one in waiting]
+    usual = [driver.CUgraphEdgeData()] * len(tails)
+    code, *_ = _of_edges(driver, "cuGraphAddDependencies")(graph, tails, heads, usual, len(tails))
+    if int(code) != 0 or len(made) < len(adding):
+        _without(driver, raw, made)
+        return []
+    return list(map(int, made))
 
 
 def _add_fill(driver: Any, graph: Any, reaches: Sequence[range]) -> tuple[Any, Any]:
@@ -209,7 +236,7 @@ def _link(handle: int, raw: RawGraph, edges: Sequence[tuple[int, int]], *, progr
     """Make usual edges programmatic, or the reverse; where the driver refuses, they stay as they were."""
     if not edges:
         return
-    driver = _driver()
+    driver = cuda_driver()
     graph = driver.CUgraph(init_value=handle)
     tails, heads = ([_node(driver, raw.nodes[edge[end]]) for edge in edges] for end in (0, 1))
 

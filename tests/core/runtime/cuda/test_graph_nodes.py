@@ -94,7 +94,7 @@ def test_edges_are_changed_all_of_them_or_not_at_all(graph: Any, refused: bool) 
     nodes, kinds, ahead = graph
     driver = Driver(nodes, kinds)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graph_nodes, "_driver", lambda: driver)
+        patch.setattr(graph_nodes, "cuda_driver", lambda: driver)
         raw = read_graph(7)
         assert raw.edges == tuple(sorted(kinds))
         assert raw.ahead == tuple(sorted(pair for pair, kind in kinds.items() if kind == PROGRAMMATIC))
@@ -184,7 +184,7 @@ def test_what_calls_zero_in_their_cells_is_zero_from_the_beginning(calls: list[s
     driver = FillingDriver(edges, fills, size)
     raw = RawGraph(tuple(range(size)), tuple(kinds), tuple(sorted(edges)), tuple(owner))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graph_nodes, "_driver", lambda: driver)
+        patch.setattr(graph_nodes, "cuda_driver", lambda: driver)
         cells = {call: [range(1024 + 512 * call, 1536 + 512 * call)] for call in range(len(calls))}
         made = zeroed_at_once(7, raw, [cells])
     cells = [call for call, what in enumerate(calls) if what == "cell"]
@@ -214,7 +214,7 @@ def test_pieces_of_memory_far_from_each_other_have_nodes_of_their_own(refuses: s
         {call: [range(fills[2 * call].dst, fills[2 * call].dst + 512)] for call in calls} for calls in ((0, 2), (1, 3))
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graph_nodes, "_driver", lambda: driver)
+        patch.setattr(graph_nodes, "cuda_driver", lambda: driver)
         made = zeroed_at_once(7, raw, pieces)
     assert edges <= set(driver.edges) or not refuses
     if refuses == "to let go":
@@ -233,11 +233,11 @@ def test_pieces_of_memory_far_from_each_other_have_nodes_of_their_own(refuses: s
 
 def test_where_edges_have_no_kinds_or_cannot_be_removed_they_stay() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graph_nodes, "_driver", lambda: old)
+        patch.setattr(graph_nodes, "cuda_driver", lambda: old)
         old = Driver(2, {(0, 1): USUAL}, version=12020)
         raw = read_graph(7)
         assert raw == RawGraph((0, 1), ("kernel", "kernel"), ((0, 1),))
         assert not links_change(raw)
-        patch.setattr(graph_nodes, "_driver", lambda: Driver(2, {}))
+        patch.setattr(graph_nodes, "cuda_driver", lambda: Driver(2, {}))
         assert links_change(raw)
         assert not links_change(RawGraph((0, 1), ("kernel", "mem_alloc"), ()))

@@ -1,0 +1,109 @@
+"""Inputs that nodes of the graph copy: the same values from any address, and nothing read that is not the caller's."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nimble_core import Nimble, Options
+from nimble_core.runtime.cuda.input_copies import _likeness
+
+ONE_STREAM = Options(fuse="none", policy="single")
+
+
+@given(
+    st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    st.integers(0, 99),
+    st.sampled_from([torch.float32, torch.cfloat]),
+)
+@settings(max_examples=200, deadline=None)
+def test_what_is_alike_has_the_same_bytes(sizes: list[int], seed: int, dtype: torch.dtype) -> None:
+    chance = random.Random(seed)
+    dims = list(range(len(sizes)))
+    buffer = torch.empty(sizes, dtype=dtype).permute(*chance.sample(dims, len(dims)))
+    values = torch.randn(3 * buffer.numel() + 8, dtype=torch.cfloat)
+    values = values.conj() if chance.random() < 0.5 else values
+    if not dtype.is_complex:
+        values = values.imag
+    order = chance.sample(dims, len(dims))
+    laid_out = values[chance.randrange(4) :: chance.choice([1, 2])][: buffer.numel()]
+    other = laid_out.reshape([buffer.shape[dim] for dim in order]).permute(*(order.index(dim) for dim in dims))
+    if _likeness(buffer)(other):
+        start = other.storage_offset() * other.itemsize
+        there = bytes(other.untyped_storage())[start : start + other.nbytes]
+        assert there == bytes(buffer.copy_(other).untyped_storage())
+
+
+@pytest.mark.gpu
+class TestOnAGpu:
+    @torch.no_grad()
+    def test_any_address_gives_the_same_bits(self) -> None:
+        def model(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return x * 3 + y
+
+        values = torch.randn(1 << 16, device="cuda", dtype=torch.float16)
+        net = Nimble(model, ONE_STREAM).prepare(values[:4099], values[:4099])
+        assert net.engines[0].executable._copies is not None
+        chance = random.Random(0)
+        wrong = torch.zeros((), device="cuda", dtype=torch.int64)
+        for _ in range(10_000):
+            x, y = (values[at : at + 4099] for at in (chance.randrange(60_000), chance.randrange(60_000)))
+            wrong += (net(x, y) != model(x, y)).sum()
+        assert not wrong
+
+    @torch.no_grad()
+    def test_a_replay_reads_the_buffers_and_not_the_last_caller(self) -> None:
+        net = Nimble(torch.nn.ReLU(), ONE_STREAM).prepare(torch.zeros(64, device="cuda"))
+        run = net.engines[0].executable
+        x = torch.rand(64, device="cuda") + 1
+        assert torch.equal(net(x), x)
+        x.fill_(7)
+        run.replay()
+        assert not (run.outputs[0] == 7).any()
+        run.buffers[0].fill_(5)
+        run.replay()
+        assert (run.outputs[0] == 5).all()
+        assert torch.equal(net(x), x)
+        with run.none_ahead():
+            assert torch.equal(net(x + 1), x + 1)
+            run.replay()
+            assert torch.equal(run.outputs[0], x + 1)
+        assert torch.equal(net(x + 2), x + 2)
+
+    @torch.no_grad()
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.cfloat])
+    def test_what_no_node_can_copy_is_copied(self, dtype: torch.dtype) -> None:
+        wide = torch.randn(16, 8, 8, device="cuda", dtype=torch.cfloat).conj()
+        wide = wide if dtype.is_complex else wide.imag
+        net = Nimble(lambda x: x + 1, ONE_STREAM).prepare(wide[0])
+        for x in (wide[1], wide[:8, 2], wide[3].t(), wide[4].contiguous(), wide[5].clone()):
+            assert torch.equal(net(x), x + 1)
+
+    @torch.no_grad()
+    def test_a_result_goes_in_again(self) -> None:
+        layer = torch.nn.Linear(32, 32, device="cuda")
+        net = Nimble(layer, Options(fuse="none", policy="single", outputs="static")).prepare(
+            torch.zeros(4, 32, device="cuda")
+        )
+        x = expected = torch.rand(4, 32, device="cuda")
+        for _ in range(5):
+            x, expected = net(x), layer(expected)
+            assert torch.equal(x, expected)
+
+    @torch.no_grad()
+    def test_an_input_that_is_written_is_the_callers(self) -> None:
+        net = Nimble(lambda x: x.add_(1).sum(), ONE_STREAM).prepare(torch.zeros(8, device="cuda"))
+        x = torch.arange(8.0, device="cuda")
+        assert net(x) == 36
+        assert torch.equal(x, torch.arange(1.0, 9.0, device="cuda"))
+
+    @torch.no_grad()
+    def test_many_inputs_are_copied_by_one_launch(self) -> None:
+        inputs = [torch.rand(4, device="cuda") for _ in range(5)]
+        net = Nimble(lambda *given: sum(given), ONE_STREAM).prepare(*inputs)
+        assert net.engines[0].executable._copies is None
+        assert torch.equal(net(*inputs), sum(inputs))
