@@ -61,7 +61,7 @@ class Cases:
             recorded: whose state runs write.
             run: from input tensors to output tensors.
             by_truth: float64 decides where it is known; else eager.
-            slack: how many tolerances outputs may be from eager's.
+            slack: how many times what is allowed an output may be off.
 
         Raises:
             DeviceError: a run failed.

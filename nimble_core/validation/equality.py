@@ -73,7 +73,7 @@ def check_equality(
         perturbed: for each case eager's outputs with its results perturbed, in place of ``references``. Not used if not
             finite, or of another shape.
         names: what messages call the outputs (``"gradient of conv.weight"``); none by default.
-        slack: how many tolerances outputs may be from eager's.
+        slack: how many times what is allowed an output may be off.
     """
     eager = [outputs for _, outputs in cases]
     runs: list[Run] = []
@@ -90,7 +90,7 @@ def check_equality(
     truth, moved = (_usable(others, eager, infinite) for others in (references, perturbed))
     runs = [(case, without(infinite[case], out)) for case, out in runs]
     eager = [without(where, out) for where, out in zip(infinite, eager, strict=True)]
-    verdicts = _verdicts(runs, eager, truth, moved, precision, slack * BOUNDS[precision].tolerance)
+    verdicts = _verdicts(runs, eager, truth, moved, precision, slack)
     if names:
         verdicts = [replace(one, name=name) for one, name in zip(verdicts, names, strict=True)]
     error = max(relative_error(out, eager[case]) for case, out in runs)
@@ -165,7 +165,7 @@ def _verdicts(
     truth: Sequence[Sequence[torch.Tensor]] | None,
     moved: Sequence[Sequence[torch.Tensor]] | None,
     precision: str,
-    tolerance: float,
+    slack: float,
 ) -> list[Verdict]:
     """Judge each output."""
     scales = [gaps(outputs) for outputs in eager]
@@ -178,7 +178,7 @@ def _verdicts(
     by_eager = []
     for tensor, scale, effect, error, noise in zip(eager[0], scales[0], effects, errors, noises, strict=True):
         # A gradient that is zero in both cases has to be zero.
-        floor = tolerance if moved is None or scale.norm else 0.0
+        floor = slack * BOUNDS[precision].tolerance if moved is None or scale.norm else 0.0
         allowed = partial(allowed_noise, count=tensor.numel(), size=1.0, precision=precision)
         by_eager.append(_verdict(error, _bounds(noise, allowed, floor), effect))
     if truth is None:
@@ -188,7 +188,8 @@ def _verdicts(
     by_truth = []
     for tensor, effect, error, own in zip(eager[0], effects, errors, own_errors, strict=True):
         allowed = partial(allowed_error, count=tensor.numel())
-        by_truth.append(_verdict(error, _bounds(own, allowed, BOUNDS[precision].floor), effect, own))
+        bounds = _bounds(own, allowed, BOUNDS[precision].floor)
+        by_truth.append(_verdict(error, Gap(slack * bounds.norm, slack * bounds.peak), effect, own))
     pairs = zip(by_eager, by_truth, strict=True)
     return [one if one.telling and one.right and not other.telling else other for one, other in pairs]
 

@@ -33,8 +33,10 @@ _SAME_KERNELS = 32.0
 """How much less than a rounding of each result may differ between two runs of the same kernels: sums in another order
 (atomic additions) are a thousandth of TF32's last place; of half precision's they seldom are one, and then a whole."""
 
-_ADDED_UP = 4.0
-"""How many tolerances outputs of kernels that are all right may be from eager's, in half precision."""
+_ADDED_UP, _ADDED_UP_KNOWN = 4.0, 2.0
+"""How many tolerances outputs of kernels that are all right may be from eager's, in half precision; or, where float64
+tells how far eager itself is off, how many times what is allowed there. Weights that batch norm is folded into are
+rounded once more: through the 94 convolutions of Inception-v3 that makes four times eager's error."""
 
 _SIZES_APART = 0.1
 """How far sizes of gradients without a digit may be apart, beyond what rounding does to them."""
@@ -126,19 +128,17 @@ class Judge:
         return replace(check, passed=not reason, reason=reason)
 
     def _rounding(self, check: EqualityCheck, variant: Recorded, executable: Executable) -> EqualityCheck:
-        """Take what differs by little for rounding that added up, in half precision, where all kernels are right.
-
-        That is, where the model did not run in float64: nothing else tells how far eager itself is off.
-        """
+        """Take what differs by little for rounding that added up, in half precision, where all kernels are right."""
         cases = self.cases()
-        if not cases.why or working_precision(cases.eager[0][1], cases.lowest) not in ("float16", "bfloat16"):
+        if working_precision(cases.eager[0][1], cases.lowest) not in ("float16", "bfloat16"):
             return check
-        wide = cases.judged(check.name, variant, executable.run, slack=_ADDED_UP)
+        slack = _ADDED_UP if cases.why else _ADDED_UP_KNOWN
+        wide = cases.judged(check.name, variant, executable.run, slack=slack)
         if not wide.passed and not wide.reason.startswith(DROWNED):
             return check
         self.notes.append(
-            f"{check.name}: outputs are up to {wide.relative_error:.1e} from eager's, tolerance {check.tolerance:.0e}: "
-            f"it passes, since each kernel is right and rounding adds up to {_ADDED_UP:g} times the tolerance at most"
+            f"{check.name}: {check.reason}; it passes, since each kernel is right and rounding adds up to {slack:g} "
+            "times that at most"
         )
         return replace(wide, passed=True, reason="")
 

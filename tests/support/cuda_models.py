@@ -9,6 +9,9 @@ from torch import nn
 
 from nimble_core import Options
 from nimble_core.autotune.capture_pipeline import capture, device_for, observe, schedule_by
+from nimble_core.runtime.cuda.executable import CudaExecutable
+from nimble_core.runtime.cuda.graph_nodes import read_graph
+from nimble_core.scheduling.verify_capture import RawGraph
 from nimble_core.tracing.recorded import Stopwatch, check_inputs, record_static
 
 UNFUSED = Options(fuse="none")
@@ -55,3 +58,16 @@ def plans(model: Any, *args: Any, max_streams: int | None = None, **kwargs: Any)
     costs = observe(device, recorded, single).costs
     multi = capture(device, recorded, schedule_by(recorded, "nimble", costs, max_streams))
     return device, recorded, single, multi, costs
+
+
+def graph_of(executable: CudaExecutable) -> RawGraph:
+    """Read the graph that an executable replays, but for the nodes that copy its inputs."""
+    assert executable.graph is not None
+    found, known = read_graph(executable.graph.raw_cuda_graph()), set(executable.raw.nodes)
+    place = {at: new for new, at in enumerate(at for at, node in enumerate(found.nodes) if node in known)}
+    edges, ahead = (
+        tuple((place[tail], place[head]) for tail, head in some if tail in place and head in place)
+        for some in (found.edges, found.ahead)
+    )
+    nodes, kinds = (tuple(some[at] for at in place) for some in (found.nodes, found.kinds))
+    return RawGraph(nodes, kinds, edges, ahead=ahead)

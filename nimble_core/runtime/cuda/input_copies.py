@@ -125,11 +125,10 @@ def _copy_onto_itself(driver: Any, buffer: torch.Tensor) -> Any:
 def _likeness(buffer: torch.Tensor) -> Callable[[torch.Tensor], bool]:
     """Return what tells whether another tensor of this shape and dtype has the same bytes for the same values."""
     strides = None if buffer.is_contiguous() else buffer.stride()
-    bits = buffer.is_complex()
 
     def like(given: torch.Tensor) -> bool:
         same = given.is_contiguous() if strides is None else given.stride() == strides
-        return same and not given.is_neg() and not (bits and given.is_conj())
+        return same and not given.is_neg()  # a conjugate view is no such input (``Signature``)
 
     return like
 

@@ -13,8 +13,8 @@ from torch import nn
 from nimble_core import DeviceError, Nimble
 from nimble_core.autotune.capture_pipeline import device_for, observe
 from nimble_core.runtime.cuda.device import CudaExecutable
-from nimble_core.runtime.cuda.graph_nodes import read_graph
 from nimble_core.tracing.kernel_launches import Relaunch
+from tests.support.cuda_models import graph_of
 from tests.support.fused_models import MODELS, engine, fused, made, quick
 
 pytestmark = [
@@ -50,10 +50,9 @@ def test_compiled_kernels_are_launched_ahead_and_wait(name: str, policy: str) ->
     net = Nimble(model, quick("inductor", policy=policy)).prepare(inputs[0])
     executable, recording = engine(net).executable, engine(net).recorded.recording
     assert isinstance(executable, CudaExecutable)
-    raw, graph = executable.raw, executable.graph
+    raw = executable.raw
     assert fused(net) == "inductor", engine(net).notes
     assert raw.ahead
-    assert graph is not None
     launched = {step.call: step.func for step in recording.steps if isinstance(step.func, Relaunch)}
     assert launched
     assert all(function.waits for function in launched.values())
@@ -62,9 +61,9 @@ def test_compiled_kernels_are_launched_ahead_and_wait(name: str, policy: str) ->
     assert between <= set(raw.ahead)
     found = again(executable, inputs)
     with executable.none_ahead():
-        assert read_graph(graph.raw_cuda_graph()).ahead == ()
+        assert graph_of(executable).ahead == ()
         one_by_one = again(executable, inputs)
-    assert read_graph(graph.raw_cuda_graph()) == replace(raw, owner=())
+    assert graph_of(executable) == replace(raw, owner=())
     assert all(map(torch.equal, found, one_by_one))
     assert all(map(torch.equal, again(executable, inputs), one_by_one))
     torch.testing.assert_close(found[-1], model(inputs[-1]), rtol=1e-2, atol=1e-2)

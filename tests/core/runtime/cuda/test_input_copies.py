@@ -15,20 +15,14 @@ from nimble_core.runtime.cuda.input_copies import _likeness
 ONE_STREAM = Options(fuse="none", policy="single")
 
 
-@given(
-    st.lists(st.integers(1, 3), min_size=1, max_size=3),
-    st.integers(0, 99),
-    st.sampled_from([torch.float32, torch.cfloat]),
-)
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(0, 99))
 @settings(max_examples=200, deadline=None)
-def test_what_is_alike_has_the_same_bytes(sizes: list[int], seed: int, dtype: torch.dtype) -> None:
+def test_what_is_alike_has_the_same_bytes(sizes: list[int], seed: int) -> None:
     chance = random.Random(seed)
     dims = list(range(len(sizes)))
-    buffer = torch.empty(sizes, dtype=dtype).permute(*chance.sample(dims, len(dims)))
+    buffer = torch.empty(sizes).permute(*chance.sample(dims, len(dims)))
     values = torch.randn(3 * buffer.numel() + 8, dtype=torch.cfloat)
-    values = values.conj() if chance.random() < 0.5 else values
-    if not dtype.is_complex:
-        values = values.imag
+    values = values.conj().imag if chance.random() < 0.5 else values.real.clone()
     order = chance.sample(dims, len(dims))
     laid_out = values[chance.randrange(4) :: chance.choice([1, 2])][: buffer.numel()]
     other = laid_out.reshape([buffer.shape[dim] for dim in order]).permute(*(order.index(dim) for dim in dims))
@@ -75,12 +69,11 @@ class TestOnAGpu:
         assert torch.equal(net(x + 2), x + 2)
 
     @torch.no_grad()
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.cfloat])
-    def test_what_no_node_can_copy_is_copied(self, dtype: torch.dtype) -> None:
-        wide = torch.randn(16, 8, 8, device="cuda", dtype=torch.cfloat).conj()
-        wide = wide if dtype.is_complex else wide.imag
-        net = Nimble(lambda x: x + 1, ONE_STREAM).prepare(wide[0])
-        for x in (wide[1], wide[:8, 2], wide[3].t(), wide[4].contiguous(), wide[5].clone()):
+    def test_what_no_node_can_copy_is_copied(self) -> None:
+        values = torch.randn(16, 8, 8, device="cuda", dtype=torch.cfloat)
+        net = Nimble(lambda x: x + 1, ONE_STREAM).prepare(values[0].real.clone())
+        wide, negated = values.real.clone(), values.conj().imag
+        for x in (wide[1], wide[:8, 2], wide[3].t(), values[4].real, negated[5], negated[6].contiguous(), wide[7]):
             assert torch.equal(net(x), x + 1)
 
     @torch.no_grad()

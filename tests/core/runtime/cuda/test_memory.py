@@ -13,11 +13,10 @@ from torch import nn
 
 from nimble_core import DeviceError, InputError, Nimble, Options
 from nimble_core.autotune.capture_pipeline import capture, device_for, schedule_by
-from nimble_core.runtime.cuda.graph_nodes import read_graph
 from nimble_core.scheduling.memory_planner import check_memory
 from nimble_core.scheduling.verify_capture import leading_fills
 from nimble_core.tracing.recorded import Stopwatch, check_inputs, record_static
-from tests.support.cuda_models import Towers, Wide, inputs, plans
+from tests.support.cuda_models import Towers, Wide, graph_of, inputs, plans
 
 pytestmark = pytest.mark.gpu
 
@@ -117,9 +116,7 @@ def test_counters_of_workspaces_are_set_to_zero_at_once(policy: str) -> None:
         pytest.skip("cuBLAS sets nothing to zero for these products on this GPU")
     assert staggered == calls
     assert fills(engine.executable) == (0, 1)
-    assert edges_by_handle(engine.executable.raw) == edges_by_handle(
-        read_graph(engine.executable.graph.raw_cuda_graph())
-    )
+    assert edges_by_handle(engine.executable.raw) == edges_by_handle(graph_of(engine.executable))
     for _ in range(5):
         x = torch.randn_like(x)
         assert torch.equal(net(x), model(x))
@@ -134,7 +131,7 @@ def test_gradients_are_right_where_counters_are_set_to_zero_at_once() -> None:
     if counting_calls(device_for(x.device), engine.recorded, engine.executable)[1]:
         assert fills(engine.executable) == (0, 1)
     for held in (engine.executable, engine.backward.executable):
-        assert edges_by_handle(held.raw) == edges_by_handle(read_graph(held.graph.raw_cuda_graph()))
+        assert edges_by_handle(held.raw) == edges_by_handle(graph_of(held))
     for _ in range(3):
         x = torch.randn_like(x)
         model.zero_grad()
