@@ -302,7 +302,10 @@ class _Tuning:
             return False
         # Replays of a training step train: what is judged later starts from where this one did.
         with self.step("measure calls"), state_kept(self.recorded):
-            trials.observed[kind] = observe(self.device, trials.variants[kind], trials.executables[single])
+            variant, executable = trials.variants[kind], trials.executables[single]
+            trials.observed[kind] = observe(self.device, variant, executable)
+        expected_ns = simulated_ns(self.device, variant, executable.schedule, trials.costs(kind))
+        trials.amend(single, simulated_ns=expected_ns)
         return True
 
     def _mend(self, kind: Fuse, planned: Callable[[Fuse], Planned]) -> None:
@@ -335,11 +338,10 @@ class _Tuning:
     def _capture_promising(self, plans: list[Planned], search: bool, *, optional: bool) -> None:
         """Capture plans as long as the budget lasts, but none of hopeless kernels."""
         trials = self.trials
-        singles_ns = {}
-        for kind in {plan.kind for plan in plans}:
-            if costs := trials.costs(kind):
-                single = trials.executables[variant_name(kind, "single")].schedule
-                singles_ns[kind] = simulated_ns(self.device, trials.variants[kind], single, costs)
+        singles = {kind: variant_name(kind, "single") for kind in {plan.kind for plan in plans}}
+        singles_ns = {
+            kind: trials.candidates[single].simulated_ns for kind, single in singles.items() if trials.costs(kind)
+        }
         for plan in best_kernels_first(plans, singles_ns, full=self.options.tune == "full"):
             name, one_stream = plan.schedule.policy, variant_name(plan.kind, "single")
             if plan.note:
@@ -439,7 +441,7 @@ class _Tuning:
         measured = {name: one for name, one in measured.items() if _asked(self.options, one, wanted)} or measured
         if measured:
             singles_nbytes, on_cuda = trials.singles_nbytes(), self.device.kind == "cuda"
-            choice = choose(measured, singles_nbytes, price, kept=self._kept, prefer_compiled=on_cuda)
+            choice = choose(measured, singles_nbytes, price, kept=self._kept, on_cuda=on_cuda)
             self.decided = choice.decided
             return choice.name
         return (trials.right(wanted) or right or [next(iter(trials.executables))])[-1]

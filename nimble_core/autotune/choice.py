@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nimble_core.ir.candidates import Candidate, simplicity
@@ -13,6 +13,8 @@ __all__ = ["Choice", "MemoryPrice", "choose"]
 _HEAVY, _HEAVY_NBYTES = 1.22, 8 << 20
 """A plan that holds this many times as much as eager does, parameters and their like included, and this much more, has
 to be worth it."""
+_APART = 1.05
+"""How much longer than another a replay may be expected to take, from the times of its kernels, and still be tied."""
 _RATE = 3.0
 """What a percent of eager's memory beyond that has to be worth, in percent of time, as far as ``worth``."""
 
@@ -77,7 +79,7 @@ def choose(
     price: MemoryPrice | None,
     *,
     kept: Callable[[], str] = str,
-    prefer_compiled: bool = False,
+    on_cuda: bool = False,
 ) -> Choice:
     """Choose the simplest of the fastest that hold little, then what is worth holding more, from the lightest on.
 
@@ -86,16 +88,17 @@ def choose(
         singles_nbytes: what one stream of each kind of kernels holds, where that is known.
         price: what memory has to be worth; None: nothing.
         kept: returns what was chosen last, which runs on if nothing is decided.
-        prefer_compiled: else take the simplest of compiled kernels if nothing is decided.
+        on_cuda: else take the simplest of compiled kernels if nothing is decided. And of those that the host's clock
+            cannot tell apart, leave out what is expected to take longer: a disturbed host disturbs no kernel's time.
     """
     times = {name: one.measurement for name, one in found.items() if one.measurement is not None}
     if price is None or price.worth <= 1:
-        return _simplest(found, times, kept, prefer_compiled)
+        return _simplest(found, times, kept, on_cuda)
     singles = {name: singles_nbytes.get(found[name].fuse, 0) for name in times}
     heavy = [name for name in times if singles[name] and price.heavy(found[name].nbytes, singles[name])]
     heavy.sort(key=lambda name: (found[name].nbytes, found[name].streams, times[name].median_ns))
     light = {name: one for name, one in times.items() if name not in heavy} or {heavy[0]: times[heavy[0]]}
-    choice = _simplest(found, light, kept, prefer_compiled)
+    choice = _simplest(found, light, kept, on_cuda)
     best = choice.name
     for name in heavy:
         required = price.required(found[name].nbytes, found[best].nbytes, singles[name])
@@ -108,15 +111,22 @@ def _simplest(
     found: Mapping[str, Candidate],
     times: Mapping[str, Measurement],
     kept: Callable[[], str],
-    prefer_compiled: bool,
+    on_cuda: bool,
 ) -> Choice:
     close = not_slower(times)
     others = [ratio(times[close[0]], times[name]).decided for name in times if name != close[0]]
     if any(others) or not others:
-        return Choice(min(close, key=lambda name: simplicity(found[name])), all(others))
+        tied = _expected_alike(found, close) if on_cuda else close
+        return Choice(min(tied, key=lambda name: simplicity(found[name])), all(others))
     if (last := kept()) in times:
         return Choice(last, False)
     ranked = sorted(times, key=lambda name: simplicity(found[name]))
-    kinds = ("inductor", "library") if prefer_compiled else ()
+    kinds = ("inductor", "library") if on_cuda else ()
     compiled = (name for kind in kinds for name in ranked if found[name].fuse == kind)
     return Choice(next(compiled, ranked[0]), False)
+
+
+def _expected_alike(found: Mapping[str, Candidate], names: Sequence[str]) -> Sequence[str]:
+    expected = {name: found[name].simulated_ns for name in names}
+    least = min((ns for ns in expected.values() if ns), default=0.0)
+    return [name for name, ns in expected.items() if ns <= _APART * least]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -63,9 +64,28 @@ def test_the_simplest_of_the_fastest_wins(times: dict[str, float], best: str) ->
 def test_where_nothing_is_decided_what_was_kept_runs_on(kept: str, compiled: bool, best: str) -> None:
     names = ("single", "nimble", "library, single", "inductor, single", "inductor, nimble")
     tried = found(*(candidate(name, 100, noise=100.0) for name in names))
-    choice = choose(tried, {}, FREE, kept=lambda: kept, prefer_compiled=compiled)
+    choice = choose(tried, {}, FREE, kept=lambda: kept, on_cuda=compiled)
     assert choice.name == best
     assert not choice.decided
+
+
+@pytest.mark.parametrize(
+    ("expected", "on_cuda", "best"),
+    [
+        ({"library, single": 112, "inductor, single": 98}, True, "inductor, single"),
+        ({"library, single": 112, "inductor, single": 98}, False, "library, single"),
+        ({"library, single": 100, "inductor, single": 98}, True, "library, single"),
+        ({"inductor, single": 98}, True, "library, single"),  # of the other nothing is known
+        ({}, True, "library, single"),
+    ],
+)
+def test_what_a_noisy_clock_cannot_tell_apart_kernels_may(expected: dict[str, float], on_cuda: bool, best: str) -> None:
+    tried = [
+        candidate("single", 1000),
+        *(candidate(f"{kind}, single", 100, noise=1.0) for kind in ("library", "inductor")),
+    ]
+    tried = [replace(one, simulated_ns=expected.get(one.name, 0.0)) for one in tried]
+    assert choose(found(*tried), {}, FREE, on_cuda=on_cuda).name == best
 
 
 @pytest.mark.parametrize(
