@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ _Time = Callable[[Callable[[], object]], float | None]
 
 @contextmanager
 def forms_timed(device: torch.device, time_ns: _Time) -> Iterator[None]:
-    """Have Inductor choose by replays inside, where it has kernels at all.
+    """Have Inductor choose by replays inside, on this thread, where it has kernels at all.
 
     Args:
         device: on which.
@@ -33,9 +34,11 @@ def forms_timed(device: torch.device, time_ns: _Time) -> Iterator[None]:
     if not (AUTOTUNER_BENCH.loaded and AUTOTUNER_BENCH.find() and BENCHMARKER.find()):
         yield
         return
-    usual = AUTOTUNER_BENCH.require()
+    usual, replays = AUTOTUNER_BENCH.require(), _Replays(BENCHMARKER.require(), time_ns)
 
     def bench(tuner: Any, launcher: Any, *args: Any, **kwargs: Any) -> float:
+        if get_ident() != replays.thread:
+            return float(usual(tuner, launcher, *args, **kwargs))
         caller, stream = torch.cuda.current_stream(device), own_streams(device, 1)[0]
         stream.wait_stream(caller)
         try:
@@ -44,7 +47,7 @@ def forms_timed(device: torch.device, time_ns: _Time) -> Iterator[None]:
         finally:
             caller.wait_stream(stream)
 
-    with AUTOTUNER_BENCH.replaced_by(bench), BENCHMARKER.replaced_by(_Replays(BENCHMARKER.require(), time_ns)):
+    with AUTOTUNER_BENCH.replaced_by(bench), BENCHMARKER.replaced_by(replays):
         yield
 
 
@@ -54,10 +57,11 @@ class _Replays:
 
     usual: Any
     time_ns: _Time
+    thread: int = field(default_factory=get_ident)
 
     def benchmark(self, fn: Callable[[], object], *args: Any, **kwargs: Any) -> float:
         """Time a launch, ms: in a replay, or as usual where it cannot be captured or has an impossible size."""
-        taken = self.time_ns(fn)
+        taken = self.time_ns(fn) if get_ident() == self.thread else None
         return float(self.usual.benchmark(fn, *args, **kwargs)) if taken is None else taken / 1e6
 
     def __getattr__(self, name: str) -> Any:

@@ -1,5 +1,7 @@
 """Forms of Triton kernels compete in replays, and nothing else of a run changes."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
@@ -56,3 +58,14 @@ def test_what_cannot_be_captured_is_timed_as_usual():
     x = torch.ones(8, device="cuda")
     found = kernel_forms._Replays(BENCHMARKER.require(), lambda fn: None).benchmark(lambda: x + x, device="cuda")
     assert 0 < found < 100
+
+
+def test_another_thread_times_as_usual():
+    import torch._inductor.runtime.triton_heuristics
+
+    x, asked = torch.ones(8, device="cuda"), []
+    replays = kernel_forms._Replays(BENCHMARKER.require(), asked.append)
+    with ThreadPoolExecutor() as other:
+        found = other.submit(replays.benchmark, lambda: x + x, device="cuda").result()
+    assert 0 < found < 100
+    assert not asked
