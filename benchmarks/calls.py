@@ -6,7 +6,7 @@ The executable is replaced by one that returns outputs at once, so that what is 
 the module, finding the engine, checks of inputs, parameters, modules and optimizer, and making the output. Copies of
 inputs and outputs belong to the replay. ``warm``: calls follow each other, the fastest block of ten. ``cold``: 64
 MiB of other memory are read before each call; the median. Each row is measured with the compiled passes of
-``guards/unchanged.py``, where there are any, and with those in Python.
+``torch_compat/unchanged.py``, where there are any, and with those in Python.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch import nn
 from benchmarks.common import options, write
 from nimble_core import Nimble, Options, TrainStep
 from nimble_core.api.engine import Engine
-from nimble_core.guards import unchanged
 from nimble_core.profiling.machine import environment
+from nimble_core.torch_compat import unchanged
 
 Call = Callable[[], Any]
 BLOCK = 10

@@ -18,8 +18,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from nimble_core.guards.reached_modules import storage_of
-from nimble_core.guards.unchanged import passes
 from nimble_core.torch_compat.dispatch import no_torch_function
+from nimble_core.torch_compat.unchanged import passes
 from nimble_core.utils.locks import free_after_fork
 
 __all__ = ["FoldedValues", "announce"]

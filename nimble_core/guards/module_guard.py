@@ -11,8 +11,8 @@ from torch.utils.hooks import RemovableHandle
 
 from nimble_core.guards.folded_values import FoldedValues
 from nimble_core.guards.reached_modules import hook_tables, modules_behind, sets_modes
-from nimble_core.guards.unchanged import passes, same_objects
 from nimble_core.torch_compat.dispatch import no_torch_function
+from nimble_core.torch_compat.unchanged import passes, same_objects
 from nimble_core.tracing.side_effects import installed_by_runs
 
 __all__ = ["Watch"]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from nimble_core.torch_compat.unchanged import PLAIN, passes
 from nimble_core.tracing.pytree import (
     Leaf,
     Node,
@@ -24,9 +25,6 @@ __all__ = ["Signature", "require_initialised", "require_plain", "require_unchang
 
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""Classes without operators of their own, which a replay would not run. Buffers are of the first class."""
 
 _SHOWN = 8
 """The most tensors that a message names of one signature: a cache has hundreds."""
@@ -90,22 +88,12 @@ class Signature:
         assert isinstance(positional, Node)
         assert isinstance(keyword, Node)
         metas, names, twins, conjugate = self.metas, self.names, self.twins, self.conjugate
-        read, dense, plain = reader(self.structure), torch.strided, torch.Tensor
+        read, same_kinds = reader(self.structure), passes().same_kinds
         flat = all(isinstance(child, Leaf) for child in (*positional.children, *keyword.children))
         count, named = len(positional.children), len(names)
 
-        def fits(tensors: Sequence[Any]) -> bool:
-            try:
-                for tensor, (shape, dtype, device) in zip(tensors, metas, strict=True):
-                    if not (
-                        (type(tensor) is plain or type(tensor) in _PLAIN)
-                        and tensor.layout is dense
-                        and tensor.shape == shape
-                        and tensor.dtype is dtype
-                        and tensor.device == device
-                    ):
-                        return False
-            except RuntimeError:  # of nested tensors, which have no shape
+        def fits(tensors: list[Any]) -> bool:
+            if not same_kinds(tensors, metas):
                 return False
             if conjugate and any(tensors[i].is_conj() != bit for i, bit in conjugate):
                 return False
@@ -155,7 +143,7 @@ class Signature:
             if tensor.is_nested or tensor.layout is not torch.strided:
                 kind = "a nested" if tensor.is_nested else f"a {tensor.layout}".replace("torch.", "", 1)
                 return f"{path}: expected a dense tensor, {_describe(shape, dtype, device)}, given {kind} one"
-            if type(tensor) not in _PLAIN:
+            if type(tensor) not in PLAIN:
                 kind = type(tensor).__qualname__
                 return f"{path}: expected a torch.Tensor, given a {kind}: pass {_plain_instead(tensor)}"
             if (tensor.shape, tensor.dtype, tensor.device) != (shape, dtype, device):
@@ -223,7 +211,7 @@ def _describe(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> st
 
 def require_plain(tensor: torch.Tensor, path: str) -> None:
     """Raise InputError for a tensor of another class, whose Python code is in no call of a recording."""
-    if type(tensor) not in _PLAIN:
+    if type(tensor) not in PLAIN:
         raise InputError(
             f"{path} is a {type(tensor).__qualname__}, a class of its own, whose code a replay would pass by",
             fix=f"pass {_plain_instead(tensor)}",

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from nimble_core.guards.unchanged import same_objects
 from nimble_core.torch_compat.members import CAPTURABLE_DEVICES
+from nimble_core.torch_compat.unchanged import same_objects
 from nimble_core.tracing.strides import with_strides_of
 from nimble_core.training.optimizer_forms import (
     group_place,

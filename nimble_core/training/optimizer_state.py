@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from nimble_core.guards.unchanged import same_objects
 from nimble_core.torch_compat.dispatch import foreach_copy_
+from nimble_core.torch_compat.unchanged import same_objects
 from nimble_core.training.optimizer_forms import group_place
 from nimble_core.utils.errors import InputError
 

@@ -190,7 +190,7 @@ def _replay(on: _Machine) -> _Answer:
 
 
 def _checks(on: _Machine) -> _Answer:
-    from nimble_core.guards import unchanged
+    from nimble_core.torch_compat import unchanged
 
     if unchanged.passes() is not unchanged.InPython:
         return _works("each call looks through parameters and modules in a compiled pass")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from nimble_core import InputError, Nimble, Options, TrainStep
-from nimble_core.guards import unchanged
+from nimble_core.torch_compat import unchanged
 
 pytestmark = pytest.mark.filterwarnings("ignore:the forward hook")
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from nimble_core.guards.unchanged import InPython
 from nimble_core.torch_compat.private import Private, all_entries
+from nimble_core.torch_compat.unchanged import InPython
 from nimble_viz.cli.command import main
 from nimble_viz.cli.doctor import CHECKS, Diagnosis, Finding, examine
 from tests.support.hidden import hiding
@@ -122,7 +122,7 @@ def test_packages_that_break_on_import(error: str) -> None:
 
 
 def test_looks_at_parameters_in_python_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nimble_core.guards.unchanged._found", [InPython])
+    monkeypatch.setattr("nimble_core.torch_compat.unchanged._found", [InPython])
     (found,) = (one for one in examine().findings if one.feature == "checks of calls")
     assert (found.state, found.fix) == ("fallback", "apt install g++ python3-dev")
 

@@ -7,6 +7,8 @@
 
 static void *(*data_of)(PyObject *);  // torch's own, which code that Inductor generates calls
 static PyGetSetDef *version;          // of Tensor._version
+static PyGetSetDef *layout, *shape, *dtype, *device;
+static PyObject *dense, *plain, *parameter;
 static const int DEPTH = 8;
 
 // Whether containers hold the same objects. False is not certain: equal objects count as different, keys have an order.
@@ -83,14 +85,40 @@ static PyObject *same_versions(PyObject *, PyObject *const *args, Py_ssize_t) {
     Py_RETURN_TRUE;
 }
 
+static bool gives(PyObject *tensor, PyGetSetDef *what, PyObject *wanted) {
+    PyObject *found = what->get(tensor, what->closure);
+    bool same = found && (found == wanted || PyObject_RichCompareBool(found, wanted, Py_EQ) == 1);
+    Py_XDECREF(found);
+    return same;
+}
+
+static PyObject *same_kinds(PyObject *, PyObject *const *args, Py_ssize_t) {
+    PyObject *tensors = args[0], *kinds = args[1];
+    Py_ssize_t size = PyTuple_GET_SIZE(kinds);
+    bool same = PyList_CheckExact(tensors) && PyList_GET_SIZE(tensors) == size;
+    for (Py_ssize_t i = 0; same && i < size; i++) {
+        PyObject *one = PyList_GET_ITEM(tensors, i), *kind = PyTuple_GET_ITEM(kinds, i), *type = (PyObject *)Py_TYPE(one);
+        same = (type == plain || type == parameter) && gives(one, layout, dense) && gives(one, shape, PyTuple_GET_ITEM(kind, 0)) &&
+               gives(one, dtype, PyTuple_GET_ITEM(kind, 1)) && gives(one, device, PyTuple_GET_ITEM(kind, 2));
+    }
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_RuntimeError)) return nullptr;
+    PyErr_Clear();  // a nested tensor has no shape
+    return PyBool_FromLong(same);
+}
+
 static PyObject *use(PyObject *, PyObject *const *args, Py_ssize_t) {
-    if (!Py_IS_TYPE(args[1], &PyGetSetDescr_Type)) return PyErr_Format(PyExc_TypeError, "no getter");
+    PyGetSetDef **getters[] = {&version, &layout, &shape, &dtype, &device};
     data_of = reinterpret_cast<void *(*)(PyObject *)>(PyLong_AsVoidPtr(args[0]));
-    version = reinterpret_cast<PyGetSetDescrObject *>(args[1])->d_getset;
+    for (int i = 0; i < 5; i++) {
+        if (!Py_IS_TYPE(args[i + 1], &PyGetSetDescr_Type)) return PyErr_Format(PyExc_TypeError, "no getter");
+        *getters[i] = reinterpret_cast<PyGetSetDescrObject *>(args[i + 1])->d_getset;
+    }
+    dense = Py_NewRef(args[6]), plain = Py_NewRef(args[7]), parameter = Py_NewRef(args[8]);
     Py_RETURN_NONE;
 }
 
 #define PASS(name) {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void *>(name)), METH_FASTCALL, nullptr}
-static PyMethodDef methods[] = {PASS(same_objects), PASS(same_state), PASS(same_memory), PASS(same_versions), PASS(use), {}};
+static PyMethodDef methods[] = {PASS(same_objects), PASS(same_state), PASS(same_memory), PASS(same_versions), PASS(same_kinds),
+                                PASS(use), {}};
 static PyModuleDef module = {PyModuleDef_HEAD_INIT, "unchanged", nullptr, -1, methods};
 PyMODINIT_FUNC PyInit_unchanged() { return PyModule_Create(&module); }

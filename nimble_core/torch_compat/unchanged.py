@@ -28,7 +28,11 @@ from nimble_core.torch_compat.dispatch import ANY_KEY, keys_excluded, no_torch_f
 from nimble_core.torch_compat.members import DATA_OF, VERSION
 from nimble_core.utils.files import cache_directory
 
-__all__ = ["InPython", "compiled", "passes", "same_objects"]
+__all__ = ["PLAIN", "InPython", "compiled", "passes", "same_objects"]
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Classes without operators of their own, which a replay would not run. Buffers are of the first class."""
+Kinds = tuple[tuple[torch.Size, torch.dtype, torch.device], ...]
 
 _forward_of, _version = attrgetter("forward"), attrgetter("_version")
 _SOURCE = Path(__file__).with_suffix(".cpp")
@@ -69,6 +73,23 @@ class InPython:
         """Whether no tensor was written in place; ask without modes. About 0.06 µs for each."""
         return list(map(_version, tensors)) == versions
 
+    @staticmethod
+    def same_kinds(tensors: list[Any], kinds: Kinds, /) -> bool:
+        """Whether these are dense tensors without operators of their own, of these shapes, dtypes and devices."""
+        try:
+            for tensor, (shape, dtype, device) in zip(tensors, kinds, strict=True):
+                if not (
+                    type(tensor) in PLAIN
+                    and tensor.layout is torch.strided
+                    and tensor.shape == shape
+                    and tensor.dtype is dtype
+                    and tensor.device == device
+                ):
+                    return False
+        except RuntimeError:  # of nested tensors, which have no shape
+            return False
+        return True
+
 
 Passes = type[InPython]  # or a compiled module with the same functions
 _found: list[Passes] = []  # once for the process; not by functools.cache, of which Dynamo warns
@@ -108,7 +129,8 @@ def compiled() -> Passes | None:
                 return None
         spec = spec_from_file_location("unchanged", made, loader=ExtensionFileLoader("unchanged", str(made)))
         module = module_from_spec(cast(Any, spec))
-        module.use(address, VERSION.require())
+        of = torch.Tensor
+        module.use(address, VERSION.require(), of.layout, of.shape, of.dtype, of.device, torch.strided, *PLAIN)
     except (OSError, RuntimeError, subprocess.SubprocessError, ImportError, TypeError):
         return None  # slower, and right
     return cast(Passes, module)

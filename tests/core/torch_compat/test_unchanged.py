@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from nimble_core.guards import unchanged
-from nimble_core.guards.unchanged import InPython, compiled, passes, same_objects
+from nimble_core.torch_compat import unchanged
 from nimble_core.torch_compat.dispatch import no_torch_function
+from nimble_core.torch_compat.unchanged import InPython, compiled, passes, same_objects
 
 
 def _ways() -> list[Any]:
@@ -134,6 +134,37 @@ def test_memory_and_versions(way: Any, changed: int, what: str) -> None:
         with no_torch_function():
             assert way.same_versions(tensors, versions) == (what != "in place")
             assert not way.same_versions(tensors, versions[1:])
+
+
+class Own(torch.Tensor):
+    """A class of its own."""
+
+
+KIND = (torch.Size([2, 3]), torch.float32, torch.device("cpu"))
+
+
+@ways
+@pytest.mark.parametrize(
+    ("tensor", "same"),
+    [
+        (torch.ones(2, 3), True),
+        (nn.Parameter(torch.ones(2, 3)), True),
+        (torch.ones(3, 2).t(), True),
+        (nn.Buffer(torch.ones(2, 3)), True),
+        (torch.ones(3, 2), False),
+        (torch.ones(2, 3, 1), False),
+        (torch.ones(2, 3, dtype=torch.float64), False),
+        (torch.ones(2, 3, device="meta"), False),
+        (torch.ones(2, 3).to_sparse(), False),
+        (torch.nested.nested_tensor([torch.ones(2, 3)], layout=torch.jagged), False),
+        (torch.ones(2, 3).as_subclass(Own), False),
+        (None, False),
+        ([[1.0] * 3] * 2, False),
+    ],
+)
+def test_kinds(way: Any, tensor: Any, same: bool) -> None:
+    assert way.same_kinds([tensor], (KIND,)) is same
+    assert way.same_kinds([torch.zeros(2, 3), tensor], (KIND, KIND)) is same
 
 
 # -- compiling -----------------------------------------------------------------------------------------------------
