@@ -201,7 +201,7 @@ def _checks(on: _Machine) -> _Answer:
 def _profiler(on: _Machine) -> _Answer:
     torch = on.torch
     from nimble_core.utils.errors import DeviceError
-    from nimble_viz.traces.profiler import profile_eager
+    from nimble_viz.collect.iterations import profile_eager
 
     device: Literal["cuda", "cpu"] = "cuda" if torch.cuda.is_available() else "cpu"
     x = torch.ones(2, device=device)

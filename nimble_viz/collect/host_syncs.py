@@ -11,7 +11,7 @@ from nimble_core.ir.program import Program
 from nimble_viz.analysis.intervals import covers, union
 from nimble_viz.collect.matched_trace import Forest, MatchedTrace
 from nimble_viz.report.data import HostSync, Stage
-from nimble_viz.traces.events import PRINT, RuntimeEvent, Trace, is_launch, is_synchronisation
+from nimble_viz.traces.events import PRINT, HostEvent, Trace, is_launch, is_synchronisation
 
 __all__ = ["blocking_copies", "host_syncs"]
 
@@ -60,7 +60,7 @@ def _waits(trace: Trace, forest: Forest) -> Iterator[tuple[int, int, str]]:
     yield from ((start, start + lasted, _PRINTING if kind == PRINT else kind) for start, _, lasted, kind in reads)
     inside = union((start, end) for start, end, _, _ in reads)
     copies, blocking = _copies(trace, forest), blocking_copies(trace)
-    waited_in: dict[int, list[RuntimeEvent]] = defaultdict(list)
+    waited_in: dict[int, list[HostEvent]] = defaultdict(list)
     for event in _runtime_waits(trace):
         if covers(inside, event.start_ns):
             continue
@@ -97,7 +97,7 @@ def _lengths_within(intervals: Sequence[tuple[int, int]], start: int, end: int) 
     return [b - a for a, b in intervals[bisect_left(intervals, (start, 0)) : bisect_left(intervals, (end, 0))]]
 
 
-def _runtime_waits(trace: Trace) -> list[RuntimeEvent]:
+def _runtime_waits(trace: Trace) -> list[HostEvent]:
     """Return calls of the runtime in which the host waits, sorted."""
     blocking = blocking_copies(trace)
     waits = (event for event in trace.runtime if is_synchronisation(event.name) or event.correlation in blocking)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import runpy
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -24,14 +23,13 @@ from nimble_core.utils.errors import InputError, ReportFileError
 from nimble_core.utils.interrupts import interrupts_postponed
 from nimble_core.utils.units import format_ns
 from nimble_viz.collect.from_trace import make_report
-from nimble_viz.collect.iterations import LOADER, TICK
+from nimble_viz.collect.iterations import LOADER
 from nimble_viz.collect.sampler import KIND_WORDS, Action, Counts, Kind, Sampler
 from nimble_viz.collect.sources import read_sources
 from nimble_viz.collect.watchers import DispatchOrigins, LoopHooks
 from nimble_viz.render.report import Report
-from nimble_viz.traces.chrome import Recording, read_trace
 from nimble_viz.traces.events import RUN
-from nimble_viz.traces.profiler import Running, calibrate
+from nimble_viz.traces.profiler import Profiled
 
 __all__ = ["Profiling", "profile", "profile_script"]
 
@@ -57,11 +55,11 @@ class Profiling:
     ) -> None:
         self.subject = subject
         self.sampler = Sampler(counts)
-        self.running: _Session | None = None
+        self.running: Profiled | None = None
         self._stop_when_done, self._looks_for_loop = stop, looks_for_loop
         self._thread = 0
-        self._early: _Session | None = None
-        self._warm: _Session | None = None
+        self._early: Profiled | None = None
+        self._warm: Profiled | None = None
         self._hooks: LoopHooks | None = None
         self._origins = DispatchOrigins()
         self._report: Report | None = None
@@ -108,7 +106,7 @@ class Profiling:
             return self
         try:
             with interrupts_postponed():
-                self._early = self.running = _Session()
+                self._early = self.running = Profiled(cuda=torch.cuda.is_available())
                 self._early.start()
                 self._hooks = LoopHooks(self._tick, self.sampler.waited)
         except BaseException:
@@ -147,7 +145,7 @@ class Profiling:
 
     def _do(self, action: Action) -> None:
         if action == "start":
-            self._warm = self.running = _Session()
+            self._warm = self.running = Profiled(cuda=torch.cuda.is_available())
             self.running.start()
         elif action == "forget":
             self._remove_watchers()
@@ -292,49 +290,6 @@ def _require_ran(made: object, name: str) -> None:
             f"{name} returned a {type(made).__name__}, and none of it ran",
             fix=f"profile a function that runs it: profile(lambda: list({name}()))",
         )
-
-
-class _Session:
-    """One run of ``torch.profiler``, from ``start`` until ``end``."""
-
-    def __init__(self) -> None:
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self.ticks = 0
-        self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
-        self._running = Running()
-        self._started = False
-
-    def start(self) -> None:
-        """Start. Raises DeviceError if another profiler runs or is attached."""
-        with interrupts_postponed():
-            self._running.start(self._profiler, cuda=torch.cuda.is_available())
-            self._started = True
-
-    def tick(self) -> None:
-        """Mark that an iteration begins."""
-        self.ticks += 1
-        with torch.profiler.record_function(TICK):
-            pass
-
-    def end(self) -> None:
-        """Stop, if it runs."""
-        with interrupts_postponed():
-            if not self._started:
-                return
-            self._started = False
-            try:
-                calibrate(torch, torch.profiler.record_function)
-            finally:
-                self._running.stop()
-
-    def recording(self) -> Recording:
-        """Return what was recorded. Raises ReportFileError if nothing was."""
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            self._profiler.export_chrome_trace(str(path))
-            return read_trace(path)
 
 
 def profile_script(
