@@ -8,17 +8,17 @@ import inspect
 import sys
 import types
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
 from nimble_core.utils.errors import InputError
-from nimble_viz.collect.suggestions import nearest
 
 __all__ = ["TRAINING", "TRAINING_FACTORY", "load_factory", "made_by"]
 
 _FACTORY_FIX = "MODULE:FACTORY: MODULE is importable or a path to a .py file, FACTORY() gives (model, args) or a dict"
 
-TRAINING = ("target", "loss_fn", "optimizer", "autocast", "scaler", "clip_grad_norm", "accumulate")
+TRAINING = ("target", "loss_fn", "optimizer", "autocast", "scaler", "clip_grad_norm")
 """Keys of a factory's dict that say how to train, keywords of ``compare``."""
 
 TRAINING_FACTORY = (
@@ -40,7 +40,7 @@ def load_factory(spec: str) -> Callable[[], Any]:
     try:
         factory = getattr(module, name)
     except AttributeError:
-        known = nearest(name, _factories(module), most=10, least=0.0)
+        known = get_close_matches(name, _factories(module), n=10, cutoff=0.0)
         fix = f"it has {', '.join(known)}" if known else _FACTORY_FIX
         raise InputError(f"{place} has no {name!r}", fix=fix) from None
     if not callable(factory):

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from inspect import isasyncgen, iscoroutine, isgenerator
 from pathlib import Path
 from statistics import median
 from threading import get_ident
@@ -275,21 +274,10 @@ def profile(
         for _ in range(counts.calls):
             run.step()
             with torch.profiler.record_function(RUN) if run.running else nullcontext():
-                _require_ran(function(*args, **named), name)
+                function(*args, **named)
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()
     return run.report
-
-
-def _require_ran(made: object, name: str) -> None:
-    """Raise InputError if a call made something that is still to be run."""
-    if isgenerator(made) or iscoroutine(made) or isasyncgen(made):
-        if not isasyncgen(made):
-            made.close()
-        raise InputError(
-            f"{name} returned a {type(made).__name__}, and none of it ran",
-            fix=f"profile a function that runs it: profile(lambda: list({name}()))",
-        )
 
 
 def profile_script(

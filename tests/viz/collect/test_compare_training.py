@@ -357,7 +357,6 @@ REFUSED: list[tuple[Callable[[Net], dict[str, Any]], str]] = [
     (lambda net: {"scaler": scaling(), "optimizer": torch.optim.RMSprop(net.head.parameters())}, "cannot leave out"),
     (lambda net: {"clip_grad_norm": 0.0}, "not positive"),
     (lambda net: {"clip_grad_norm": 1.0, "optimizer": None}, "there is no optimizer"),
-    (lambda net: {"accumulate": 4}, "accumulate=4: compare measures steps that update"),
     (lambda net: {"target": batch()[1].to("meta")}, r"args\[0\] is on cpu, target on meta"),
 ]
 
