@@ -104,7 +104,6 @@ class Export:
     created: tuple[Created, ...] = ()
     copied: Mapping[tuple[int, int], int] = field(default_factory=dict)
     ranges: tuple[NamedRange, ...] = ()
-    outside: int = 0
     gpu: str = ""
 
 
@@ -161,12 +160,9 @@ class _Reader:
         if _STRINGS not in self._tables or self._tables.isdisjoint((_KERNELS, _RANGES, _CALLS, _GRAPHS)):
             raise ReportFileError("not an export of Nsight Systems: its tables are not there")
         found: dict[tuple[int, int], list[tuple[int, Activity]]] = {}
-        outside = 0
         for process, launch, node, activity in self._activities():
             if node:
                 found.setdefault((process, launch), []).append((node, activity))
-            else:
-                outside += 1
         if not found:
             whole = _GRAPHS in self._tables
             what = "graphs were traced as a whole" if whole else "no CUDA graph was launched"
@@ -180,7 +176,7 @@ class _Reader:
             replays.append(Replay(process, launch, thread, at, nodes, activities))
         replays.sort(key=lambda one: (one.activities[0].start_ns, one.process, one.launch))
         created, copied = self._nodes()
-        return Export(tuple(replays), created, copied, self._ranges(), outside, self._gpu())
+        return Export(tuple(replays), created, copied, self._ranges(), self._gpu())
 
     def _activities(self) -> Iterator[tuple[int, int, int, Activity]]:
         """Yield ``(process, launch, node, activity)``; node 0 outside graphs."""

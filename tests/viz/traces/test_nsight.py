@@ -55,7 +55,7 @@ def test_what_is_read(tmp_path: Path) -> None:
     assert found.created == (Created(TID, 5, 7 << 32),)
     assert dict(found.copied) == {(PID, NODE): 7 << 32}
     assert found.ranges == (NamedRange(TID, 1, 9, "capture nimble"), NamedRange(TID, 80, 95, "replay nimble"))
-    assert (found.outside, found.gpu) == (1, "NVIDIA H200")
+    assert found.gpu == "NVIDIA H200"
 
 
 def test_only_ranges_of_our_domain_where_the_file_names_them(tmp_path: Path) -> None:
