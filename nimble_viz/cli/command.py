@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import sys
-import typing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -390,16 +389,10 @@ def _say(content: str) -> None:
             raise InputError(f"standard output: {error.strerror}", fix="make room, or write elsewhere") from error
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> typing.NoReturn:
-        """Exit as usual, with nothing in the message that a terminal would obey."""
-        super().error(visible(message))
-
-
 def _parser() -> argparse.ArgumentParser:
     from nimble_viz import __version__
 
-    parser = _Parser(prog="python -m nimble_viz", description=_ABOUT)
+    parser = argparse.ArgumentParser(prog="python -m nimble_viz", description=_ABOUT)
     parser.add_argument("--version", action="version", version=f"nimble_viz {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for run, about, arguments, options in _COMMANDS:

@@ -146,10 +146,7 @@ def _works(why: str) -> _Answer:
 def _torch(on: _Machine) -> _Answer:
     torch = on.torch
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
-    found = f"{torch.__version__}, {cuda}"
-    if tuple(int(part) for part in str(torch.__version__).split("+")[0].split(".")[:2]) < (2, 11):
-        return "off", f"{found} is older than 2.11", 'pip install --upgrade "torch>=2.11"'
-    return _works(found)
+    return _works(f"{torch.__version__}, {cuda}")
 
 
 def _gpu(on: _Machine) -> _Answer:

@@ -9,6 +9,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,7 @@ def _unmarked(_: Phase) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
+@dataclass(eq=False, slots=True)
 class TrainingRun:
     """One training step as users write it: zeroed gradients, forward, loss, backward, update.
 
@@ -65,19 +67,13 @@ class TrainingRun:
     is the run's own, and so is the scaler, around a scale that runs may share.
     """
 
-    def __init__(
-        self,
-        forward: Run,
-        loss_fn: Callable[..., torch.Tensor],
-        optimizer: torch.optim.Optimizer | None,
-        trained: Mapping[str, torch.Tensor],
-        *,
-        casting: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        scaler: torch.amp.GradScaler | None = None,
-        clip_grad_norm: float | None = None,
-    ) -> None:
-        self.forward, self.loss_fn, self.optimizer, self.trained = forward, loss_fn, optimizer, dict(trained)
-        self.casting, self.scaler, self.clip_grad_norm = casting, scaler, clip_grad_norm
+    forward: Run
+    loss_fn: Callable[..., torch.Tensor]
+    optimizer: torch.optim.Optimizer | None
+    trained: Mapping[str, torch.Tensor]
+    casting: Callable[[], AbstractContextManager[Any]] = nullcontext
+    scaler: torch.amp.GradScaler | None = None
+    clip_grad_norm: float | None = None
 
     @property
     def note(self) -> str:
@@ -182,17 +178,15 @@ class Training:
         )
         self.arguments: tuple[Any, Any] = _without_gradients((_as_inputs(model, args, kwargs), target))
         self._optimizer = None if optimizer is None else _copied(optimizer)
-        captured = None
-        if self._optimizer is not None:
-            captured = CapturedOptimizer(self._optimizer, device)
-            for parameter, kept in zip(captured.parameters, captured.state, strict=True):
+        self._captured = None if self._optimizer is None else CapturedOptimizer(self._optimizer, device)
+        if self._captured is not None and self._optimizer is not None:
+            for parameter, kept in zip(self._captured.parameters, self._captured.state, strict=True):
                 if kept:
                     self._optimizer.state[parameter] = dict(kept)
-        self._captured = captured
         self.whole = WholeStep(
             model,
             loss_fn,
-            captured,
+            self._captured,
             autocast=autocast,
             scaler=None if scaler is None else _copied_scaler(scaler),
             clip_grad_norm=clip_grad_norm,
@@ -209,15 +203,7 @@ class Training:
         if self.whole.scaler is not None:
             scaler = _copied_scaler(self.whole.scaler)
             scaler._scale, scaler._growth_tracker = self.whole.scaler._scale, self.whole.scaler._growth_tracker
-        return TrainingRun(
-            forward,
-            self.loss_fn,
-            optimizer,
-            trained,
-            casting=self.casting,
-            scaler=scaler,
-            clip_grad_norm=self.clip_grad_norm,
-        )
+        return TrainingRun(forward, self.loss_fn, optimizer, trained, self.casting, scaler, self.clip_grad_norm)
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -278,32 +278,26 @@ class _Running:
     """Knows which Python functions and modules were running when."""
 
     def __init__(self, frames: Sequence[HostEvent]) -> None:
-        self.by_thread: dict[int, list[HostEvent]] = {}
-        self.parents: dict[int, list[int]] = {}
-        for frame in frames:  # sorted by start, outer first
-            own = self.by_thread.setdefault(frame.thread, [])
-            parents = self.parents.setdefault(frame.thread, [])
-            around = len(own) - 1
-            while around >= 0 and own[around].end_ns < frame.end_ns:
-                around = parents[around]
-            own.append(frame)
-            parents.append(around)
-        self.starts = {thread: [frame.start_ns for frame in own] for thread, own in self.by_thread.items()}
+        self.forest = Forest.of(frames)
+        self.positions: dict[int, list[int]] = {}
+        for position, frame in enumerate(self.forest.events):
+            self.positions.setdefault(frame.thread, []).append(position)
 
     def origin(self, operator: str, event: HostEvent) -> Origin:
         """Return the modules around ``event``, and file and line of the innermost function outside torch."""
-        own = self.by_thread.get(event.thread, [])
-        at = bisect_right(self.starts.get(event.thread, []), event.start_ns) - 1
+        frames, own = self.forest.events, self.positions.get(event.thread, [])
+        before = bisect_right(own, event.start_ns, key=lambda position: frames[position].start_ns)
+        at = own[before - 1] if before else -1
         modules: list[str] = []
         file, line = "", 0
         while at >= 0:
-            frame = own[at]
+            frame = frames[at]
             if frame.end_ns >= event.end_ns:
                 if frame.name.startswith("nn.Module: "):
                     modules.append(frame.name.removeprefix("nn.Module: "))
                 elif not file:
                     file, line = _place(frame.name)
-            at = self.parents[event.thread][at]
+            at = self.forest.parents[at]
         return Origin(operator, ".".join(reversed(modules)), file, line)
 
 

@@ -297,9 +297,6 @@ def profile_script(
     """
     if not path.is_file():
         raise InputError(f"there is no file {path}", fix="give the path of a Python script, then its arguments")
-    with path.open("rb") as file:
-        if b"\0" in file.read(4096):
-            raise InputError(f"{path} is no Python script", fix=f"if it is a report: python -m nimble_viz show {path}")
     code, complete = 0, True
     run = Profiling(counts, subject=path.name, stop=stop)
     try:

@@ -108,8 +108,6 @@ def _of_file(file: str, used: Counter[int]) -> Iterator[tuple[SourceLines, int]]
             pieces = code_around("".join(text), used)
         except (SyntaxError, ValueError, RecursionError):
             note = "no Python code"
-        except SystemError:  # some releases of Python 3.11 fail if two threads parse at once
-            note = "not read: Python failed to parse it"
     if text is None or note:
         yield SourceLines(file, min(used), "", (), note), used.total()
         return

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 import msgspec
 
 from nimble_core.utils.errors import ReportFileError
-from nimble_viz.report.file import SMALL, decode, in_file, unpacked
+from nimble_viz.report.file import decode, in_file, unpacked
 from nimble_viz.traces.events import PRINT, DeviceEvent, HostEvent
 
 __all__ = ["MAX_BYTES", "Recording", "read_trace"]
@@ -20,8 +20,6 @@ MAX_BYTES = 1 << 30
 """A trace that unpacks to more than this is refused."""
 
 _LATEST_US = 1e15
-_DENSE = 12
-"""Bytes of a trace for each list or object in it, at the least: profilers take over 50, and each is an object here."""
 _RUNTIME, _DEVICE = ("cuda_runtime", "cuda_driver"), ("kernel", "gpu_memcpy", "gpu_memset")
 _Key = tuple[str, str]
 """Process and thread of an event."""
@@ -103,8 +101,6 @@ def read_trace(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> R
 
 
 def _decode(data: bytes) -> _File:
-    if len(data) > SMALL and _DENSE * (data.count(b"{") + data.count(b"[")) > len(data):
-        raise ReportFileError("not a Chrome trace: it is made of next to nothing but brackets", fix="do not trust it")
     found = decode(_decoder, data, "Chrome trace")
     return found if isinstance(found, _File) else _File(found)
 
