@@ -194,11 +194,12 @@ class _Magic:
 
     # -- what was typed --------------------------------------------------------------------------------------------
 
-    def _value(self, text: str, namespace: dict[str, Any]) -> Any:
+    def _value(self, text: str, namespace: dict[str, Any], wrong: str = "not a Python expression") -> Any:
         try:
             code = compile(text.strip(), _TYPED, "eval")
         except SyntaxError as error:
-            raise InputError(f"{text!r} is not a Python expression: {error.msg}", fix="see %nimble -h") from None
+            shown = text.removeprefix(_COLLECT)
+            raise InputError(f"{shown!r} is {wrong}: {error.msg}", fix="see %nimble -h") from None
         return eval(code, self.shell.user_global_ns, namespace)
 
     def _inputs(self, texts: list[str], namespace: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -207,14 +208,8 @@ class _Magic:
         def collect(*args: Any, **named: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
             return args, named
 
-        text = ", ".join(texts)
-        found: tuple[tuple[Any, ...], dict[str, Any]]
-        try:
-            code = compile(f"{_COLLECT}({text})", _TYPED, "eval")
-        except SyntaxError as error:
-            raise InputError(f"({text}) are not arguments of a call: {error.msg}", fix="see %nimble -h") from None
-        found = eval(code, self.shell.user_global_ns, {**namespace, _COLLECT: collect})
-        return found
+        call, known = f"{_COLLECT}({', '.join(texts)})", {**namespace, _COLLECT: collect}
+        return cast(tuple[tuple[Any, ...], dict[str, Any]], self._value(call, known, "no arguments of a call"))
 
     def _keywords(
         self, given: argparse.Namespace, function: Callable[..., Any], namespace: dict[str, Any]

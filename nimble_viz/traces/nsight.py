@@ -20,15 +20,10 @@ from nimble_core.profiling.nvtx import DOMAIN
 from nimble_core.utils.errors import ReportFileError
 from nimble_viz.report.file import in_file
 
-__all__ = ["MAX_ROWS", "Created", "Export", "NamedRange", "Replay", "node_of", "read_export"]
-
-MAX_ROWS = 10_000_000
-"""An export with more rows of one kind is refused: a profile of fewer replays says the same."""
+__all__ = ["Created", "Export", "NamedRange", "Replay", "node_of", "read_export"]
 
 _SQLITE = b"SQLite format 3\0"
 _LATEST = 1 << 62
-_MAX_TEXT = 256 << 20
-"""Of one string; what a program printed may be among them."""
 _THREAD_BITS = 24
 """A thread's global id has its process's in the bits above these."""
 _DOMAIN_CREATED = 75
@@ -125,7 +120,7 @@ def read_export(path: str | os.PathLike[str]) -> Export:
     """Read an export: ``nsys export --type sqlite`` of a profile taken with ``--cuda-graph-trace=node``.
 
     Raises:
-        ReportFileError: no database, damaged, no export of Nsight Systems, too large, or taken without graph nodes;
+        ReportFileError: no database, damaged, no export of Nsight Systems, or taken without graph nodes;
             says which, and what to do.
         OSError: the file cannot be read.
     """
@@ -149,7 +144,6 @@ class _Reader:
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
         connection.text_factory = lambda text: text.decode(errors="replace")
-        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_TEXT)
         for pragma in ("trusted_schema = OFF", "query_only = ON", "cell_size_check = ON"):
             connection.execute(f"PRAGMA {pragma}")
         stored = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND rootpage > 0")
@@ -261,11 +255,7 @@ class _Reader:
         if lacking:
             raise ReportFileError(f"there is no column {lacking[0]}", where=table)
         columns = ", ".join(f'"{name}"' if name in there else "NULL" for name in (*needed, *more))
-        for number, row in enumerate(self._connection.execute(f'SELECT {columns} FROM "{table}"')):
-            if number == MAX_ROWS:
-                fix = "profile fewer replays: nsys profile --duration=…, or --capture-range=cudaProfilerApi"
-                raise ReportFileError(f"more than {MAX_ROWS:,} rows", where=table, fix=fix)
-            yield row
+        yield from self._connection.execute(f'SELECT {columns} FROM "{table}"')
 
 
 def _is_time(value: object) -> bool:

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import nimble_viz.traces.nsight
 from nimble_core.utils.errors import ReportFileError
 from nimble_viz.traces.nsight import Created, NamedRange, read_export
 from tests.support.nsys_exports import PID, TID, Profile, Ran, profile_of, write_export
@@ -174,16 +173,6 @@ def test_views_and_generated_columns_are_not_run(tmp_path: Path) -> None:
         read_export(path)
     changed(path, "DROP TABLE CUPTI_ACTIVITY_KIND_MEMSET")
     assert read_export(path).ranges == ()
-
-
-def test_too_many_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = sample_report(12)
-    path = write_export(tmp_path / "p.sqlite", profile_of(report, report.chosen))
-    monkeypatch.setattr(nimble_viz.traces.nsight, "MAX_ROWS", 36)
-    assert len(read_export(path).replays) == 3
-    monkeypatch.setattr(nimble_viz.traces.nsight, "MAX_ROWS", 35)
-    with pytest.raises(ReportFileError, match="more than 35 rows"):
-        read_export(path)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
