@@ -365,16 +365,12 @@ def _as_inputs(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str,
         return tuple(args)
     if not args:
         return dict(kwargs)
-    signature = inspect.signature(model.forward)
-    bound = signature.bind(*args, **kwargs)
-    kinds = {signature.parameters[name].kind for name in bound.arguments}
-    if kinds - {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD}:
+    positional = list(inspect.signature(model.forward).parameters.values())[: len(args)]
+    if len(positional) < len(args) or any(one.kind is not one.POSITIONAL_OR_KEYWORD for one in positional):
         raise InputError(
             "positional inputs without names, and keyword inputs beside", fix="pass all by name, in kwargs"
         )
-    more = next((name for name, one in signature.parameters.items() if one.kind is one.VAR_KEYWORD), "")
-    named = dict(bound.arguments)
-    return named | named.pop(more, {}) if more else named
+    return {one.name: value for one, value in zip(positional, args, strict=True)} | dict(kwargs)
 
 
 def _without_gradients(arguments: tuple[Any, Any]) -> tuple[Any, Any]:

@@ -40,7 +40,7 @@ from nimble_viz.collect.flops import count_work
 from nimble_viz.collect.overhead import measure_overhead
 from nimble_viz.collect.peers import Peer
 from nimble_viz.collect.progress import Progress
-from nimble_viz.collect.runs import EagerRuns, PeerRuns
+from nimble_viz.collect.runs import EagerRuns, PeerRuns, dtype_name
 from nimble_viz.collect.sources import read_sources
 from nimble_viz.render.report import Report
 from nimble_viz.report.data import EAGER_ALONE, EngineMemory, Memory, OverheadProfile, PeerResult, PrepareStep
@@ -473,10 +473,6 @@ def dtype_of(model: Callable[..., Any], inputs: Sequence[torch.Tensor], cast: to
     elements: Counter[str] = Counter()
     for tensor in [*parameters, *inputs]:
         if tensor.is_floating_point():
-            elements[_short(tensor.dtype)] += tensor.numel()
-    held = elements.most_common(1)[0][0] if elements else _short(inputs[0].dtype)
-    return held if cast is None else f"{held} under {_short(cast)} autocast"
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+            elements[dtype_name(tensor.dtype)] += tensor.numel()
+    held = elements.most_common(1)[0][0] if elements else dtype_name(inputs[0].dtype)
+    return held if cast is None else f"{held} under {dtype_name(cast)} autocast"

@@ -41,18 +41,7 @@ _CAPTURE_WARM_UPS = 3
 
 @runtime_checkable
 class Peer(Protocol):
-    """A way to run a model.
-
-    Example:
-        >>> class Doubled:
-        ...     name = "doubled"
-        ...
-        ...     def prepare(self, model, args, kwargs):
-        ...         return lambda *args, **kwargs: model(*args, **kwargs) * 2
-        >>> run = Doubled().prepare(torch.neg, [torch.ones(2)], {})
-        >>> run(torch.ones(2))
-        tensor([-2., -2.])
-    """
+    """A way to run a model."""
 
     @property
     def name(self) -> str:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from nimble_core.validation.eager_cases import Cases
     from nimble_viz.collect.compare_training import Training
 
-__all__ = ["EagerRuns", "PeerRuns"]
+__all__ = ["EagerRuns", "PeerRuns", "dtype_name"]
 
 
 class EagerRuns:
@@ -191,7 +191,7 @@ class PeerRuns:
             return f"{found.path} is {found.now} where eager's is {found.was}"
         for path, ours, theirs in zip(leaf_paths(structure, "output"), cases.eager[0][1], tensors, strict=True):
             if theirs.dtype != ours.dtype:
-                return f"{path} is {_type(theirs)} where eager's is {_type(ours)}"
+                return f"{path} is {dtype_name(theirs.dtype)} where eager's is {dtype_name(ours.dtype)}"
         return ""
 
     def _check(self, name: str, outputs: Outputs, cases: Cases) -> EqualityCheck:
@@ -248,8 +248,9 @@ class PeerRuns:
             self._results[name] = replace(known, note="; ".join(notes))
 
 
-def _type(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return ``"float32"``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _why(error: Exception) -> str:

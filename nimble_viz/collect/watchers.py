@@ -8,6 +8,8 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from threading import get_ident
 from time import perf_counter_ns
+from traceback import walk_stack
+from types import FrameType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -57,7 +59,7 @@ class DispatchOrigins:
 
     def note(self, operator: str, frame: Any) -> None:
         """Add the origin of an operator that ``frame`` called."""
-        root = _outermost_module(frame)
+        root = _outermost_module(frame) if frame is not None else None
         if root is not None and id(root) not in self._roots:
             self._roots.add(id(root))
             self._paths.update(module_paths(root))
@@ -87,14 +89,10 @@ class _Notes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _outermost_module(frame: Any) -> torch.nn.Module | None:
-    root = None
-    while frame is not None:
-        if frame.f_code.co_name == "_call_impl":
-            found = frame.f_locals.get("self")
-            root = found if isinstance(found, torch.nn.Module) else root
-        frame = frame.f_back
-    return root
+def _outermost_module(frame: FrameType) -> torch.nn.Module | None:
+    calls = (one.f_locals.get("self") for one, _ in walk_stack(frame) if one.f_code.co_name == "_call_impl")
+    modules = [one for one in calls if isinstance(one, torch.nn.Module)]
+    return modules[-1] if modules else None
 
 
 _Batch = TypeVar("_Batch")
