@@ -10,7 +10,7 @@ from nimble_core.scheduling.options import Options, require_flag, require_option
 from nimble_core.utils.errors import InputError
 from nimble_viz.collect.progress import Progress, default_progress
 from nimble_viz.collect.sources import pass_over_machinery
-from nimble_viz.collect.suggestions import refuse_unknown
+from nimble_viz.collect.suggestions import keyword_inputs, refuse_unknown
 from nimble_viz.render.report import Report
 
 if TYPE_CHECKING:
@@ -85,9 +85,7 @@ def compare(
     peers = resolve_peers(against) if against else ()
     options = Options() if options is None else options
     require_options(options)
-    if not isinstance(kwargs or {}, Mapping):
-        raise InputError(f"kwargs is a {type(kwargs).__name__}", fix="a dict of the model's keyword inputs")
-    named = dict(kwargs or {})
+    named = keyword_inputs(kwargs)
     stepping: Training | None = None
     if training:
         check_inputs(model, args, named)

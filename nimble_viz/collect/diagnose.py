@@ -38,7 +38,7 @@ from nimble_core.tracing.signature import Signature, require_plain
 from nimble_core.tracing.static_check import on_other_values
 from nimble_core.utils.errors import InputError, NimbleError, NotStaticError, first_line
 from nimble_viz.collect.sources import pass_over_machinery, text_of
-from nimble_viz.collect.suggestions import refuse_unknown
+from nimble_viz.collect.suggestions import keyword_inputs, refuse_unknown
 from nimble_viz.render.diagnosis import Blocker, Diagnosis
 
 __all__ = ["diagnose"]
@@ -131,9 +131,7 @@ def diagnose(
     pass_over_machinery()
     require_callable(model)
     require_options(options or Options())
-    if not isinstance(kwargs or {}, Mapping):
-        raise InputError(f"kwargs is a {type(kwargs).__name__}", fix="a dict of the model's keyword inputs")
-    named, name = dict(kwargs or {}), getattr(model, "__name__", type(model).__name__)
+    named, name = keyword_inputs(kwargs), getattr(model, "__name__", type(model).__name__)
     if refused := _refused_inputs(model, args, named):
         return Diagnosis(name, tuple(_of_error(error, "inputs") for error in refused))
     with preparing(model), requirements_kept(args, named):

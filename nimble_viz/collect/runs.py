@@ -14,7 +14,7 @@ from nimble_core.tracing.pytree import Structure, builder, flatten, leaf_paths, 
 from nimble_core.tracing.recorded import Recorded, state_kept
 from nimble_core.tracing.recording import rewinding
 from nimble_core.tracing.side_effects import Guard, preserved
-from nimble_core.utils.errors import NimbleError
+from nimble_core.utils.errors import NimbleError, first_line
 from nimble_core.validation.equality import check_equality
 from nimble_viz.collect.compare_training import mark_phase
 from nimble_viz.collect.peers import Peer, Run, close
@@ -120,9 +120,6 @@ class EagerRuns:
 
 
 Outputs = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
-
-
-_REASON_LENGTH = 300
 
 
 class PeerRuns:
@@ -254,11 +251,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _why(error: Exception) -> str:
-    """Say what happened on one line: two lines of the message, of the inner error if there is one."""
+    """Say what happened on one line: of the inner error, if there is one."""
     error = getattr(error, "inner_exception", error)
-    if isinstance(error, NimbleError):
-        return error.what
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = " ".join(lines[:2])
-    text = text if len(text) <= _REASON_LENGTH else f"{text[:_REASON_LENGTH]}…"
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return error.what if isinstance(error, NimbleError) else f"{type(error).__name__}: {first_line(error)}"

@@ -1,4 +1,4 @@
-"""Suggest what to write instead of a name that does not exist."""
+"""Keywords of ``compare``, ``plan`` and ``diagnose``: what to write instead, and inputs of the model by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from nimble_core.scheduling.options import option_like
 from nimble_core.utils.errors import InputError
 
-__all__ = ["refuse_unknown"]
+__all__ = ["keyword_inputs", "refuse_unknown"]
 
 
 def refuse_unknown(function: Callable[..., Any], unknown: Mapping[str, object]) -> None:
@@ -25,3 +25,10 @@ def refuse_unknown(function: Callable[..., Any], unknown: Mapping[str, object]) 
         else:
             fix = f"inputs of the model by name go into one dict: kwargs={{{name!r}: ...}}"
         raise InputError(f"{function.__name__}() has no keyword {name!r}", fix=fix)
+
+
+def keyword_inputs(kwargs: object) -> dict[str, Any]:
+    """Return the keyword inputs of a model as a dict, or raise InputError."""
+    if not isinstance(kwargs or {}, Mapping):
+        raise InputError(f"kwargs is a {type(kwargs).__name__}", fix="a dict of the model's keyword inputs")
+    return dict(kwargs or {})  # type: ignore[call-overload, no-any-return]  # a mapping, as was checked
