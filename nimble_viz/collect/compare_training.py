@@ -27,25 +27,19 @@ from nimble_core.tracing.recording_contexts import no_autocast
 from nimble_core.tracing.side_effects import preserved
 from nimble_core.tracing.signature import take_apart
 from nimble_core.tracing.step_wrapper import require_training_mode
-from nimble_core.tracing.strides import with_strides_of
 from nimble_core.training.loss_checks import require_no_target
 from nimble_core.training.optimizer import CapturedOptimizer
 from nimble_core.training.whole_step import WholeStep
 from nimble_core.utils.errors import InputError
-from nimble_core.validation.rounding_noise import perturbed
 from nimble_viz.collect.peers import Peer, Run, twin_of
 from nimble_viz.traces.events import PHASE
 
 if TYPE_CHECKING:
     from nimble_core.tracing.recorded import Recorded
-    from nimble_core.validation.eager_cases import Cases
 
 __all__ = ["Training", "TrainingRun", "mark_phase"]
 
 pass_over(str(Path(__file__).parents[1]))  # a step's loss and update are written here, for the line that compares
-
-_UPDATE_TOLERANCE = 1e-3
-_UPDATE_ROUNDINGS = 2
 
 Mark = Callable[[Phase], AbstractContextManager[Any]]
 
@@ -177,12 +171,13 @@ class Training:
             nullcontext if autocast is None else partial(torch.autocast, device.type, dtype=autocast)
         )
         self.arguments: tuple[Any, Any] = _without_gradients((_as_inputs(model, args, kwargs), target))
-        self._optimizer = None if optimizer is None else _copied(optimizer)
-        self._captured = None if self._optimizer is None else CapturedOptimizer(self._optimizer, device)
-        if self._captured is not None and self._optimizer is not None:
+        self._captured: CapturedOptimizer | None = None
+        if optimizer is not None:
+            twin = _copied(optimizer)
+            self._captured = CapturedOptimizer(twin, device)
             for parameter, kept in zip(self._captured.parameters, self._captured.state, strict=True):
                 if kept:
-                    self._optimizer.state[parameter] = dict(kept)
+                    twin.state[parameter] = dict(kept)
         self.whole = WholeStep(
             model,
             loss_fn,
@@ -250,20 +245,6 @@ class Training:
             for one, gradient in before.items():
                 one.grad = gradient
 
-    def rounded(self, recorded: Recorded, cases: Cases) -> tuple[list[list[torch.Tensor]], list[str]]:
-        """Return, for each case, eager's outputs with other rounding, and the names of the outputs."""
-        build = builder(recorded.signature.structure)
-        moved, names = [], list[str]()
-        for inputs, _ in cases.eager:
-            args, _ = build([tensor.clone() for tensor in inputs])
-            with preserved(self.whole, draws=()) as guard, state_kept(recorded), torch.no_grad():
-                with guard.watching(), perturbed():
-                    result = self.whole(*args)
-                moved.append([tensor.detach().clone() for tensor in flatten(result, what="output")[0]])
-                names = [f"gradient of {name}" for name in result[2]]
-        outputs = len(moved[0]) - 1 - len(names)
-        return moved, ["loss", *["output"] * outputs, *names]
-
     def rewinding(self) -> Callable[[], None]:
         """Return a function that puts parameters, buffers and optimizer state back to what they are now."""
         live = [one.detach() for one in (*self.whole.parameters(), *self.whole.buffers())]
@@ -307,38 +288,6 @@ class Training:
         trained = {name: swap.get(parameter, parameter) for name, parameter in self.whole.trained().items()}
         optimizer = self.eager.optimizer
         return self._run(run, None if optimizer is None else _copied(optimizer, swap), trained)
-
-    def wrong_update(self, run: Callable[[], tuple[Any, Any, Mapping[str, torch.Tensor]]]) -> str:
-        """Say how a replay's update is not what the optimizer makes of its gradients; nothing if it is.
-
-        To be called where state is kept. The difference allowed is a thousandth of the update, and rounding. With a
-        scaler, gradients that are not finite must change nothing.
-        """
-        if self._optimizer is None:
-            return ""
-        trained, own = self.whole.trained(), _copied(self._optimizer)
-        before = {name: one.detach().clone() for name, one in trained.items()}
-        gradients = {name: one.clone() for name, one in run()[2].items()}
-        after = {name: one.detach().clone() for name, one in trained.items()}
-        with torch.no_grad(), self.gradients_kept():
-            for name, one in trained.items():
-                one.copy_(before[name])
-            for name, one in trained.items():
-                gradient = gradients.get(name)
-                one.grad = None if gradient is None else with_strides_of(one, gradient)  # as fused optimizers need it
-            if self.whole.scaler is None or all(bool(one.isfinite().all()) for one in gradients.values()):
-                own.step()
-        worst, where = 0.0, ""
-        for name, one in trained.items():
-            if not one.is_floating_point():
-                continue
-            expected, start = one.detach().double(), before[name].double()
-            rounding = _UPDATE_ROUNDINGS * torch.finfo(one.dtype).eps * start.norm()
-            allowed = _UPDATE_TOLERANCE * (expected - start).norm() + rounding
-            off = float((after[name].double() - expected).norm() / allowed) if float(allowed) else 0.0
-            if not off <= max(worst, 1.0):
-                worst, where = off, name
-        return f"the update of {where} is not what the optimizer makes of its gradient" if where else ""
 
 
 def _require_step_options(model: torch.nn.Module, optimizer: Any, scaler: Any, clip_grad_norm: Any) -> None:

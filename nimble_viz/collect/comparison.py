@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,12 +29,12 @@ from nimble_core.scheduling.memory_planner import MemoryPlan
 from nimble_core.scheduling.options import Options
 from nimble_core.torch_compat.members import AnyDropout, AnyNorm
 from nimble_core.tracing.pytree import builder
-from nimble_core.tracing.recorded import Recorded, record_static, state_kept, whole_note
+from nimble_core.tracing.recorded import Recorded, record_static, whole_note
 from nimble_core.tracing.signature import Signature
 from nimble_core.utils.errors import NimbleError
 from nimble_core.utils.units import format_ns
-from nimble_core.validation.eager_cases import eager_cases, from_same_state
-from nimble_core.validation.equality import check_equality
+from nimble_core.validation.eager_cases import eager_cases
+from nimble_core.validation.judge import Judge
 from nimble_viz.collect.flops import count_work
 from nimble_viz.collect.overhead import measure_overhead
 from nimble_viz.collect.peers import Peer
@@ -47,7 +46,6 @@ from nimble_viz.report.data import EAGER_ALONE, EngineMemory, Memory, OverheadPr
 
 if TYPE_CHECKING:
     from nimble_core.runtime.device import Device, Executable
-    from nimble_viz.collect.compare_training import Training
 
 __all__ = ["Comparison", "Findings", "dtype_of", "name_of"]
 
@@ -360,30 +358,14 @@ class Comparison:
         found = self.findings
         unchecked = [name for name in self.executables if name not in {check.name for check in found.checks}]
         if unchecked:
-            with progress.step("check equality"):
-                cases = eager_cases(self._recorded)
-                judge = partial(check_equality, lowest=cases.lowest)
-                if self.training:
-                    moved, names = self.training.rounded(self._recorded, cases)
-                    judge = partial(judge, perturbed=moved, names=names)
-                for name in unchecked:  # eager's own kernels: others are checked while they are chosen
-                    replay = from_same_state(self._recorded, self.executables[name].run)
-                    found.checks.append(judge(name, replay, cases.eager))
+            judge = Judge(self.device, self._recorded, truth=False)
+            with progress.step("check equality"):  # eager's own kernels: others are checked while they are chosen
+                for name in unchecked:
+                    found.checks.append(judge.judged(name, self._recorded, self.executables[name]))
+            found.warnings += judge.notes
         if self.training:
-            with progress.step("check updates"):
-                found.warnings += filter(None, [self.training.left_out(self._recorded)])
-                found.checks = [self._with_update(check, self.training) for check in found.checks]
+            found.warnings += filter(None, [self.training.left_out(self._recorded)])
         found.warnings += [f"{check.name}: {check.reason}" for check in found.checks if not check.passed]
-
-    def _with_update(self, check: EqualityCheck, training: Training) -> EqualityCheck:
-        """Fail the check if the parameters after a step are not what the optimizer makes of the gradients."""
-        one = self.executables.get(check.name)
-        if one is None or check.differs:
-            return check
-        build, inputs = self._builder(), self.signature.tensors
-        with state_kept(self._recorded):
-            wrong = training.wrong_update(lambda: build(one.run(inputs)))
-        return replace(check, passed=False, reason=wrong) if wrong else check
 
     def _watch(self, progress: Progress) -> None:
         found, replayed = self.findings, self.findings.replayed

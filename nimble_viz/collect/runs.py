@@ -192,10 +192,17 @@ class PeerRuns:
         return ""
 
     def _check(self, name: str, outputs: Outputs, cases: Cases) -> EqualityCheck:
+        check = check_equality(
+            name,
+            outputs,
+            cases.eager,
+            references=cases.truth,
+            lowest=cases.lowest,
+            perturbed=cases.moved,
+            names=cases.names,
+        )
         if self.training is None:
-            return check_equality(name, outputs, cases.eager, references=cases.truth, lowest=cases.lowest)
-        moved, names = self.training.rounded(self.recorded, cases)
-        check = check_equality(name, outputs, cases.eager, lowest=cases.lowest, perturbed=moved, names=names)
+            return check
         if check.differs and any(one.role == "generator" for one in self.recorded.recording.program.storages):
             return replace(check, reason="void: the step draws random numbers, which may be others in a peer")
         return check
