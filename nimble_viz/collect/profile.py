@@ -43,7 +43,7 @@ class Profiling:
     Inside, ``step()`` says that an iteration begins, where neither data loader, optimizer nor module would.
 
     Args:
-        counts: iterations to let go by, to time and to profile.
+        counts: iterations to look at.
         subject: what the report calls it.
         stop: end the process (``SystemExit``) once all was sampled.
         looks_for_loop: False: only ``step()`` says what an iteration is, and nothing is profiled before it is warm.
@@ -157,13 +157,13 @@ class Profiling:
                 self.running.tick()
             if action == "stop" or (action == "found" and not self.sampler.counts.at_once):
                 self._stop_session()
+                if self._warm is not None:
+                    self._origins.begin()
 
     def _stop_session(self) -> None:
         if self.running is not None:
             self.running.end()
             self.running = None
-        if self._warm is not None:
-            self._origins.begin()
 
     def _remove_watchers(self) -> None:
         if self._hooks is not None:
@@ -175,9 +175,7 @@ class Profiling:
         """Stop everything that still watches."""
         with interrupts_postponed():
             self._remove_watchers()
-            if self.running is not None:
-                self.running.end()
-                self.running = None
+            self._stop_session()
 
     def _finish(self) -> None:
         sampler = self.sampler
@@ -285,14 +283,10 @@ def profile_script(
 ) -> tuple[Report, int | Exception]:
     """Run a script under ``profile``; return a Report, and its exit code or the error that ended it.
 
-    Args:
-        path: the script; it runs as ``__main__``.
-        arguments: its ``sys.argv[1:]``.
-        counts: iterations to let go by, to time and to profile.
-        stop: end the script once that is done.
+    It runs as ``__main__`` with ``arguments``; with ``stop`` it is ended once ``counts`` are done.
 
     Raises:
-        InputError: no such script, no Python, or it ran no operator. Errors of a script that ran none propagate.
+        InputError: no such script, or it ran no operator. Errors of a script that ran none propagate.
         SystemExit: it ran no operator, and ended with an exit code of its own.
     """
     if not path.is_file():
