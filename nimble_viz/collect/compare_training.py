@@ -291,13 +291,6 @@ class Training:
 
 
 def _require_step_options(model: torch.nn.Module, optimizer: Any, scaler: Any, clip_grad_norm: Any) -> None:
-    trained = ((name, one) for name, one in model.named_parameters() if one.requires_grad)
-    half = next((name for name, one in trained if one.dtype == torch.float16), "")
-    if half and scaler is not None and scaler.is_enabled():
-        raise InputError(
-            f"{half} is float16, whose gradients a torch.amp.GradScaler does not unscale",
-            fix="keep weights in float32, with autocast=torch.float16",
-        )
     held = [id(one) for group in getattr(optimizer, "param_groups", ()) for one in group["params"]]
     if held and {id(one) for one in model.parameters()}.isdisjoint(held):
         raise InputError(

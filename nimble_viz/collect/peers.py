@@ -95,11 +95,8 @@ def peer(name: str) -> Peer:
         InputError: there is none; lists those that exist.
     """
     if name in peer_names():
-        if name == "torchscript":
-            return _TorchScript()
-        if name == "cuda-graph":
-            return _CudaGraph()
-        return _EagerTuned() if name == "eager-tuned" else _Compile(name)
+        others: dict[str, Peer] = {one.name: one for one in (_TorchScript(), _CudaGraph(), _EagerTuned())}
+        return others.get(name) or _Compile(name)
     raise InputError(
         f"there is no peer called {name!r}", fix=f"one of {', '.join(peer_names())}; or a Peer of your own"
     )

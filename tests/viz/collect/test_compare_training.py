@@ -320,7 +320,6 @@ REFUSED: list[tuple[Callable[[Net], dict[str, Any]], str]] = [
     (lambda net: {"autocast": torch.float64}, "no type to compute in"),
     (lambda net: {"scaler": 2.0}, "scaler is a float"),
     (lambda net: {"scaler": amid(net)}, "scaler cannot be copied"),
-    (lambda net: {"model": Net().half(), "scaler": scaling()}, "is float16"),
     (lambda net: {"scaler": scaling(), "optimizer": torch.optim.RMSprop(net.head.parameters())}, "cannot leave out"),
     (lambda net: {"clip_grad_norm": 0.0}, "not positive"),
     (lambda net: {"clip_grad_norm": 1.0, "optimizer": None}, "there is no optimizer"),
