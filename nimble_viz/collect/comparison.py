@@ -47,7 +47,7 @@ from nimble_viz.report.data import EAGER_ALONE, EngineMemory, Memory, OverheadPr
 if TYPE_CHECKING:
     from nimble_core.runtime.device import Device, Executable
 
-__all__ = ["Comparison", "Findings", "dtype_of", "name_of"]
+__all__ = ["Comparison", "Findings", "dtype_of"]
 
 _PATIENCE_S = 5.0
 """How long to go on measuring while a verdict is open."""
@@ -162,8 +162,9 @@ class Comparison:
         self.executables: dict[str, Executable] = {}
         self.peers: PeerRuns | None = None
         training = eager.training
+        model = training.model if training else eager.model
         self.findings = Findings(
-            name_of(training.model if training else eager.model),
+            getattr(model, "__name__", type(model).__name__),
             dtype_of(eager.model, signature.tensors, training.autocast if training else None),
             environment("cuda" if device.kind == "cuda" else "cpu"),
             warnings=list(training.notes) if training else _mode_notes(eager.model),
@@ -442,11 +443,6 @@ def _mode_notes(model: Callable[..., Any]) -> list[str]:
     if not any(isinstance(one, (AnyNorm, AnyDropout)) and one.training for one in modules):
         return []
     return ["batch norm or dropout is in training mode: model.eval() for inference, or training=True for steps"]
-
-
-def name_of(model: Callable[..., Any]) -> str:
-    """Return the class of a module, or the name of a function."""
-    return type(model).__name__ if isinstance(model, torch.nn.Module) else getattr(model, "__name__", "function")
 
 
 def dtype_of(model: Callable[..., Any], inputs: Sequence[torch.Tensor], cast: torch.dtype | None) -> str:

@@ -98,7 +98,7 @@ def _report(
     recorded: Recorded, device: torch.device, options: Options, progress: Progress, warnings: tuple[str, ...]
 ) -> Report:
     from nimble_core.autotune.capture_pipeline import schedule_by
-    from nimble_viz.collect.comparison import dtype_of, name_of
+    from nimble_viz.collect.comparison import dtype_of
     from nimble_viz.collect.flops import count_work
 
     graph, tensors = recorded.graph, recorded.signature.tensors
@@ -112,7 +112,7 @@ def _report(
     _, path = critical_path(predecessors(graph, meg=True), costs.ns)
     where = replace(environment("cpu"), device=device.type, device_name=f"no device (planned for {device.type})")
     return Report(
-        model=name_of(recorded.model),
+        model=getattr(recorded.model, "__name__", type(recorded.model).__name__),
         dtype=dtype_of(recorded.model, tensors, None),
         batch=int(tensors[0].shape[0]) if tensors[0].dim() else 0,
         environment=where,
