@@ -35,7 +35,8 @@ from nimble_viz.analysis.labels import plural, visible
 from nimble_viz.export.tables import no_formula
 from nimble_viz.render.report import Report, load
 from nimble_viz.report.data import ReportData
-from nimble_viz.traces.nsight import Export, NamedRange, Replay, node_of, process_of, read_export
+from nimble_viz.traces.events import HostEvent
+from nimble_viz.traces.nsight import Export, Replay, node_of, process_of, read_export
 
 __all__ = ["COLUMNS", "Annotation", "Expected", "Joined", "annotate", "expected", "join"]
 
@@ -296,7 +297,7 @@ def _rank(one: Joined) -> tuple[bool, int, int]:
 
 def _graphs(export: Export, plan: Expected) -> list[list[Replay]]:
     """Group replays by graph; only those inside the plan's ranges, if there are any."""
-    inside = _Ranges(one for one in export.ranges if one.text == plan.replay)
+    inside = _Ranges(one for one in export.ranges if one.name == plan.replay)
     named = [replay for replay in export.replays if inside.at(replay.thread, replay.launched_ns)]
     graphs: dict[tuple[int, int], list[Replay]] = {}
     for replay in named or export.replays:
@@ -316,13 +317,13 @@ def _whole(replays: Sequence[Replay]) -> tuple[tuple[Replay, ...], int]:
 class _Ranges:
     """Ranges that do not nest; says which of them holds a moment on a thread."""
 
-    def __init__(self, ranges: Iterable[NamedRange]) -> None:
-        self._of: dict[int, list[NamedRange]] = {}
+    def __init__(self, ranges: Iterable[HostEvent]) -> None:
+        self._of: dict[int, list[HostEvent]] = {}
         for one in ranges:
             self._of.setdefault(one.thread, []).append(one)
         self._starts = {thread: [one.start_ns for one in of] for thread, of in self._of.items()}
 
-    def at(self, thread: int, moment: int) -> NamedRange | None:
+    def at(self, thread: int, moment: int) -> HostEvent | None:
         index = bisect_right(self._starts.get(thread, ()), moment) - 1
         found = self._of[thread][index] if index >= 0 else None
         return found if found is not None and moment <= found.end_ns else None
@@ -337,14 +338,14 @@ def _captured(export: Export, plan: Expected) -> dict[tuple[int, int], int | Non
     order = plan.schedule.order
     wanted = [plan.calls[call] for call in order]
     names = set(wanted)
-    ranges = [one for one in export.ranges if one.text in names]
+    ranges = [one for one in export.ranges if one.name in names]
     range_keys = [(one.thread, one.start_ns) for one in ranges]
     node_keys = [(node.thread, node.start_ns) for node in export.created]
     owners: dict[tuple[int, int], int | None] = {}
-    for whole in (one for one in export.ranges if one.text == plan.capture):
+    for whole in (one for one in export.ranges if one.name == plan.capture):
         begin, end = (whole.thread, whole.start_ns), (whole.thread, whole.end_ns)
         inside = ranges[bisect_left(range_keys, begin) : bisect_right(range_keys, end)]
-        if [one.text for one in inside] != wanted:
+        if [one.name for one in inside] != wanted:
             continue
         held, call_of = _Ranges(inside), dict(zip(inside, order, strict=True))
         for node in export.created[bisect_left(node_keys, begin) : bisect_right(node_keys, end)]:

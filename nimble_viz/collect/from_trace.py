@@ -98,7 +98,7 @@ def make_report(
     ``timed`` are iterations without the profiler, ``loader_ns`` the wait in those (-1: not timed), and ``origins`` what
     one further iteration dispatched, in order. All else is as ``Sampling`` says.
     """
-    trace, found = one_iteration(recording, iteration)
+    trace, iteration = one_iteration(recording, iteration)
     what = observed(trace, recording.frames, origins, recording.backward_of)
     program, trace = what.program, what.trace
     profile = overhead_profile(what, timed.median_ns if timed else 0.0)
@@ -122,10 +122,10 @@ def make_report(
         warnings=tuple(warnings),
         sampling=Sampling(
             subject=subject,
-            iteration=found.what,
-            seen=seen or len(found.windows),
+            iteration=iteration,
+            seen=seen or len(trace.iterations_ns),
             timed=len(timed.samples_ns) if timed else 0,
-            profiled=len(found.windows),
+            profiled=len(trace.iterations_ns),
             bound=iteration_bound(trace, profile),
             loader_ns=loader_ns,
         ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 from typing import Literal, get_args
@@ -32,7 +32,7 @@ from nimble_viz.traces.events import (
 )
 from nimble_viz.traces.profiler import Profiled
 
-__all__ = ["LOADER", "Iterations", "one_iteration", "profile_eager"]
+__all__ = ["LOADER", "one_iteration", "profile_eager"]
 
 LOADER = "enumerate(DataLoader)#"
 """What torch's annotation of the wait for a batch begins with."""
@@ -43,15 +43,6 @@ _WARM_UPS, _ITERATIONS = 2, 3
 _ENGINE = "autograd::engine::evaluate_function"
 _COPIES = ("aten::to", "aten::_to_copy", "aten::copy_", "aten::pin_memory")
 _TRIVIAL = ("aten::as_strided", "aten::view", "aten::transpose", "aten::expand", "aten::detach")
-
-
-@dataclass(frozen=True, slots=True)
-class Iterations:
-    """How the iterations of a recording were found: in words, their ``(start, end)`` in ns, and which is shown."""
-
-    what: str
-    windows: tuple[tuple[int, int], ...]
-    chosen: int
 
 
 def profile_eager(
@@ -82,8 +73,8 @@ def profile_eager(
     return trace
 
 
-def one_iteration(recording: Recording, what: str = "") -> tuple[Trace, Iterations]:
-    """Keep the iteration of median length. O(n log n).
+def one_iteration(recording: Recording, what: str = "") -> tuple[Trace, str]:
+    """Keep the iteration of median length, and say in words what it is. O(n log n).
 
     Iterations are the first of these that there are: what lies between ``nimble.tick`` marks (``what`` says what that
     is), the profiler's own steps, batches of the data loader, steps of the optimizer, the whole. Device events count if
@@ -101,8 +92,8 @@ def one_iteration(recording: Recording, what: str = "") -> tuple[Trace, Iteratio
     )
     if not operators and not recording.kernels:
         raise ReportFileError("no operator ran while it was recorded", fix="profile code that runs torch operators")
-    found = _iterations([*operators, *runtime, *marks, *recording.kernels], marks, what, recording.device)
-    start, end = found.windows[found.chosen]
+    what, windows = _iterations([*operators, *runtime, *marks, *recording.kernels], marks, what, recording.device)
+    start, end = sorted(windows, key=lambda window: window[1] - window[0])[(len(windows) - 1) // 2]
     engine = {event.thread for event in operators if event.name.startswith(_ENGINE)}
     main = _main_thread(operators, marks, engine)
     ran = [mark.end_ns for mark in marks if mark.name == RUN and start <= mark.start_ns < end]
@@ -128,7 +119,7 @@ def one_iteration(recording: Recording, what: str = "") -> tuple[Trace, Iteratio
         operators=outer_first(of_the_loop(operators)),
         runtime=launches,
         kernels=kernels,
-        iterations_ns=tuple(until - since for since, until in found.windows),
+        iterations_ns=tuple(until - since for since, until in windows),
     )
     lost = lost_launches(launches, kernels) if recording.device == "cuda" else ""
     others = [one for one in operators if start <= one.start_ns < run_end and one.thread not in {main, *engine}]
@@ -137,12 +128,14 @@ def one_iteration(recording: Recording, what: str = "") -> tuple[Trace, Iteratio
         floor_ns=floor_of(recording.operators, calibrations) or _views_ns(trace),
         phases=tuple(_told(trace, marks) or _stages(trace, main, [mark for mark in marks if mark.thread == main])),
         warnings=(*recording.warnings, *_left_out(others), *([lost] if lost else [])),
-    ), found
+    ), what
 
 
 def _iterations(
     events: Sequence[HostEvent | DeviceEvent], marks: Sequence[HostEvent], what: str, device: str
-) -> Iterations:
+) -> tuple[str, list[tuple[int, int]]]:
+    """Say how iterations were found, and return their starts and ends in ns."""
+
     def between(prefix: str | tuple[str, ...]) -> list[tuple[int, int]]:
         """Return the spans from start to start of the most frequent annotation that begins so."""
         named = [mark for mark in marks if mark.name.startswith(prefix)]
@@ -169,9 +162,7 @@ def _iterations(
         ("the whole recording", [(whole[0], max(whole[1], whole[0] + 1))]),
     )
     name, windows = next((name, windows) for name, windows in ways if any(end > start for start, end in windows))
-    windows = [window for window in windows if window[1] > window[0]]
-    by_length = sorted(range(len(windows)), key=lambda i: windows[i][1] - windows[i][0])
-    return Iterations(name, tuple(windows), by_length[(len(by_length) - 1) // 2])
+    return name, [window for window in windows if window[1] > window[0]]
 
 
 def _main_thread(operators: Sequence[HostEvent], marks: Sequence[HostEvent], engine: set[int]) -> int:

@@ -62,7 +62,7 @@ _TRIVIAL = ("aten::add", "aten::neg", "aten::mul", "aten::tanh")
 
 @dataclass(frozen=True, slots=True)
 class HostEvent:
-    """What ran on a thread: an operator (``"aten::addmm"``, an autograd node), a call of the CUDA runtime, a mark."""
+    """What ran on a thread: an operator (``"aten::addmm"``, an autograd node), a call of the CUDA runtime, a range."""
 
     name: str
     start_ns: int

@@ -19,8 +19,9 @@ from nimble_core.profiling.cupti import Activity
 from nimble_core.profiling.nvtx import DOMAIN
 from nimble_core.utils.errors import ReportFileError
 from nimble_viz.report.file import in_file
+from nimble_viz.traces.events import HostEvent
 
-__all__ = ["Created", "Export", "NamedRange", "Replay", "node_of", "read_export"]
+__all__ = ["Created", "Export", "Replay", "node_of", "read_export"]
 
 _SQLITE = b"SQLite format 3\0"
 _LATEST = 1 << 62
@@ -75,16 +76,6 @@ class Created:
 
 
 @dataclass(frozen=True, slots=True)
-class NamedRange:
-    """An NVTX range of a thread."""
-
-    thread: int
-    start_ns: int
-    end_ns: int
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class Export:
     """What the file holds about replayed graphs; ``replays`` are sorted by start.
 
@@ -98,7 +89,7 @@ class Export:
     replays: tuple[Replay, ...]
     created: tuple[Created, ...] = ()
     copied: Mapping[tuple[int, int], int] = field(default_factory=dict)
-    ranges: tuple[NamedRange, ...] = ()
+    ranges: tuple[HostEvent, ...] = ()
     gpu: str = ""
 
 
@@ -217,10 +208,10 @@ class _Reader:
                     created.append(Created(thread, start, node))
         return tuple(sorted(created, key=lambda one: (one.thread, one.start_ns, one.node))), copied
 
-    def _ranges(self) -> tuple[NamedRange, ...]:
+    def _ranges(self) -> tuple[HostEvent, ...]:
         columns = ("eventType", "text", "textId", "globalTid", "domainId")
         domains: set[tuple[int, int]] = set()
-        found: list[tuple[int, NamedRange]] = []
+        found: list[tuple[int, HostEvent]] = []
         for start, end, kind, text, text_id, thread, domain in self._rows(_RANGES, ("start", "end"), columns):
             said = text if isinstance(text, str) and text else self._text(text_id)
             thread, domain = _global_id(thread), _count(domain)
@@ -228,7 +219,7 @@ class _Reader:
                 if said == DOMAIN:
                     domains.add((process_of(thread), domain))
             elif said and _is_time(start) and _is_time(end) and start <= end:
-                found.append((domain, NamedRange(thread, start, end, said)))
+                found.append((domain, HostEvent(said, start, end, thread)))
         if domains:
             found = [one for one in found if (process_of(one[1].thread), one[0]) in domains]
         return tuple(sorted((one for _, one in found), key=lambda one: (one.thread, one.start_ns, -one.end_ns)))

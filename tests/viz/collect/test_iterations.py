@@ -29,9 +29,9 @@ def recorded(tmp_path: Path, *events: dict[str, Any]) -> Recording:
 @pytest.fixture
 def loop(tmp_path: Path) -> MatchedTrace:
     recording = read_trace(write_trace(tmp_path / "trace.json", training_loop()))
-    trace, found = one_iteration(recording)
-    assert found.what == "one batch of the data loader"
-    assert [end - start for start, end in found.windows] == [1_000_000] * ITERATIONS
+    trace, what = one_iteration(recording)
+    assert what == "one batch of the data loader"
+    assert trace.iterations_ns == (1_000_000,) * ITERATIONS
     return observed(trace)
 
 
@@ -252,9 +252,9 @@ def test_launches_without_an_operator_are_calls_under_their_own_name(tmp_path: P
 
 
 def test_iterations_are_found_by_what_tells_most(tmp_path: Path) -> None:
-    def what(*events: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
-        found = one_iteration(recorded(tmp_path, cpu_op("aten::mm", 0, 99), *events), "one go")[1]
-        return found.what, [(a // 1000, b // 1000) for a, b in found.windows]
+    def what(*events: dict[str, Any]) -> tuple[str, int, tuple[int, int]]:
+        trace, found = one_iteration(recorded(tmp_path, cpu_op("aten::mm", 0, 99), *events), "one go")
+        return found, len(trace.iterations_ns), (trace.start_ns // 1000, trace.end_ns // 1000)
 
     def marks(name: str, *starts: int) -> list[dict[str, Any]]:
         return [event("user_annotation", name.format(i), at, at + 1) for i, at in enumerate(starts)]
@@ -263,15 +263,15 @@ def test_iterations_are_found_by_what_tells_most(tmp_path: Path) -> None:
     loads = marks("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 10, 40, 70)
     profiler = [event("user_annotation", f"ProfilerStep#{i}", 15 + 30 * i, 45 + 30 * i) for i in range(2)]
     ticks = marks(TICK, 5, 35)
-    assert what() == ("the whole recording", [(0, 99)])
-    assert what(*steps[:1]) == ("the whole recording", [(0, 99)])
-    assert what(*steps) == ("one step of the optimizer", [(20, 50), (50, 80)])
-    assert what(*steps, *loads) == ("one batch of the data loader", [(10, 40), (40, 70)])
-    assert what(*steps, *loads, *profiler) == ("one step of torch.profiler", [(15, 45), (45, 75)])
-    assert what(*steps, *loads, *profiler, *ticks) == ("one go", [(6, 35)])
+    assert what() == ("the whole recording", 1, (0, 99))
+    assert what(*steps[:1]) == ("the whole recording", 1, (0, 99))
+    assert what(*steps) == ("one step of the optimizer", 2, (20, 50))
+    assert what(*steps, *loads) == ("one batch of the data loader", 2, (10, 40))
+    assert what(*steps, *loads, *profiler) == ("one step of torch.profiler", 2, (15, 45))
+    assert what(*steps, *loads, *profiler, *ticks) == ("one go", 1, (6, 35))
     run = event("user_annotation", "nimble.run", 8, 30)  # then comes what is ours; on a GPU, the wait for it
-    assert what(*ticks, run) == ("one go", [(8, 30)])
-    assert what(*ticks, run, kernel("mm", 5, 7, 1)) == ("one go", [(8, 35)])
+    assert what(*ticks, run) == ("one go", 1, (8, 30))
+    assert what(*ticks, run, kernel("mm", 5, 7, 1)) == ("one go", 1, (8, 35))
 
 
 def test_other_threads_are_left_out_and_that_is_said(tmp_path: Path) -> None:

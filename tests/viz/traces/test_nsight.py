@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nimble_core.utils.errors import ReportFileError
-from nimble_viz.traces.nsight import Created, NamedRange, read_export
+from nimble_viz.traces.events import HostEvent
+from nimble_viz.traces.nsight import Created, read_export
 from tests.support.nsys_exports import PID, TID, Profile, Ran, profile_of, write_export
 from tests.support.sample_reports import sample_report
 
@@ -53,7 +54,7 @@ def test_what_is_read(tmp_path: Path) -> None:
     assert (copy.kind, fill.kind, copy.name) == ("memcpy", "memset", "memcpy")
     assert found.created == (Created(TID, 5, 7 << 32),)
     assert dict(found.copied) == {(PID, NODE): 7 << 32}
-    assert found.ranges == (NamedRange(TID, 1, 9, "capture nimble"), NamedRange(TID, 80, 95, "replay nimble"))
+    assert found.ranges == (HostEvent("capture nimble", 1, 9, TID), HostEvent("replay nimble", 80, 95, TID))
     assert found.gpu == "NVIDIA H200"
 
 
@@ -62,10 +63,10 @@ def test_only_ranges_of_our_domain_where_the_file_names_them(tmp_path: Path) -> 
     path = write_export(tmp_path / "p.sqlite", profile)
     others = "INSERT INTO NVTX_EVENTS (start, end, eventType, text, globalTid, domainId) VALUES "
     changed(path, f"{others} (81, 90, 59, 'of another domain', {TID}, 0)")
-    assert [one.text for one in read_export(path).ranges] == ["replay nimble"]
+    assert [one.name for one in read_export(path).ranges] == ["replay nimble"]
     unnamed = write_export(tmp_path / "q.sqlite", profile, domain=False)
     changed(unnamed, f"{others} (81, 90, 59, 'of another domain', {TID}, 0)")
-    assert [one.text for one in read_export(unnamed).ranges] == ["replay nimble", "of another domain"]
+    assert [one.name for one in read_export(unnamed).ranges] == ["replay nimble", "of another domain"]
 
 
 def replace_ranges(profile: Profile, *ranges: tuple[int, int, int, str]) -> Profile:
