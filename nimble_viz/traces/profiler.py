@@ -21,7 +21,6 @@ from nimble_viz.traces.events import CALIBRATION, PRINT, TICK
 __all__ = ["Profiled", "calibrate", "exported", "watched_prints"]
 
 _CLAIMED = Lock()
-_ONE_AT_A_TIME = "leave its context first; of several threads one profiles at a time"
 
 
 class Profiled:
@@ -82,17 +81,17 @@ def _claimed(*, cuda: bool) -> Iterator[None]:
     In one thread a second one loses what either of them holds. From two threads they corrupt memory: what torch knows
     of its own profiler it knows by thread, and Kineto is one for the process.
     """
-    if not _CLAIMED.acquire(blocking=False):
-        raise DeviceError("another profiler is running in this process", fix=_ONE_AT_A_TIME)
+    claimed = _CLAIMED.acquire(blocking=False)
     try:
-        if profiler_runs():
-            raise DeviceError("another profiler is running in this process", fix=_ONE_AT_A_TIME)
-        tool = attached_tool() if cuda else ""
-        if tool:
+        if not claimed or profiler_runs():
+            fix = "leave its context first; of several threads one profiles at a time"
+            raise DeviceError("another profiler is running in this process", fix=fix)
+        if cuda and (tool := attached_tool()):
             raise DeviceError(f"{tool} is attached, and CUPTI serves one tool at a time", fix="run without that tool")
         yield
     finally:
-        _CLAIMED.release()
+        if claimed:
+            _CLAIMED.release()
 
 
 @contextmanager
