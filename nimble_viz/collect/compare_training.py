@@ -172,7 +172,7 @@ class Training:
             twin = _copied(optimizer)
             self._captured = CapturedOptimizer(twin, device)
             for parameter, kept in zip(self._captured.parameters, self._captured.state, strict=True):
-                if kept:
+                if kept:  # as after a first step, so that replays look for changes as they do in training
                     twin.state[parameter] = dict(kept)
         self.whole = WholeStep(
             model,
