@@ -12,39 +12,24 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from nimble_core import __version__
+from nimble_core import __version__ as __version__
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from nimble_core.scheduling.options import Options
-    from nimble_viz.analysis.gate import Rules
-    from nimble_viz.collect.annotate import annotate
-    from nimble_viz.collect.annotated import annotated
-    from nimble_viz.collect.compare import compare
-    from nimble_viz.collect.diagnose import diagnose
-    from nimble_viz.collect.from_trace import from_trace
-    from nimble_viz.collect.plan import plan
-    from nimble_viz.collect.profile import profile
-    from nimble_viz.render.report import Report, load
-    from nimble_viz.render.verdicts import diff, gate
-
-__all__ = [
-    "Options",
-    "Report",
-    "Rules",
-    "__version__",
-    "annotate",
-    "annotated",
-    "compare",
-    "diagnose",
-    "diff",
-    "from_trace",
-    "gate",
-    "load",
-    "plan",
-    "profile",
-]
+    from nimble_core.scheduling.options import Options as Options
+    from nimble_viz.analysis.gate import Rules as Rules
+    from nimble_viz.collect.annotate import annotate as annotate
+    from nimble_viz.collect.annotated import annotated as annotated
+    from nimble_viz.collect.compare import compare as compare
+    from nimble_viz.collect.diagnose import diagnose as diagnose
+    from nimble_viz.collect.from_trace import from_trace as from_trace
+    from nimble_viz.collect.plan import plan as plan
+    from nimble_viz.collect.profile import profile as profile
+    from nimble_viz.render.report import Report as Report
+    from nimble_viz.render.report import load as load
+    from nimble_viz.render.verdicts import diff as diff
+    from nimble_viz.render.verdicts import gate as gate
 
 _HOMES = {
     "Options": "nimble_core.scheduling.options",
@@ -61,6 +46,7 @@ _HOMES = {
     "plan": "nimble_viz.collect.plan",
     "profile": "nimble_viz.collect.profile",
 }
+__all__ = ["__version__", *_HOMES]
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:

@@ -105,7 +105,7 @@ def comparing() -> Parser:
         "  %nimble model x --training --loss-fn loss --target y --optimizer optimizer\n\n"
         "A semicolon at the end keeps the report from being shown. %%nimble -h: of a whole cell.",
     )
-    parser.add_argument("model", metavar="MODEL", type=_expression, help="module or function of tensors")
+    parser.add_argument("model", metavar="MODEL", type=Expression, help="module or function of tensors")
     parser.add_argument(
         "inputs",
         metavar="INPUT",
@@ -113,7 +113,7 @@ def comparing() -> Parser:
         help="Python, as in a call: x, mask=m, *args, **batch; quotes optional",
     )
     _add_common(parser)
-    _add_keywords(parser.add_argument_group("keywords of compare"), compare, leave=_ELSEWHERE)
+    add_options(parser.add_argument_group("keywords of compare"), compare, leave=_ELSEWHERE)
     add_options(parser.add_argument_group("options of the preparation"))
     return parser
 
@@ -139,7 +139,7 @@ def profiling() -> Parser:
     )
     add_options(parser.add_argument_group("iterations of a loop"), Counts)
     group = parser.add_argument_group("for what is captured")
-    _add_keywords(group, compare, only=_CELL_ONLY)
+    add_options(group, compare, only=_CELL_ONLY)
     add_options(group)
     return parser
 
@@ -154,29 +154,6 @@ def _add_common(parser: Parser) -> None:
     parser.add_argument("-h", "--help", action="store_true", help="show this")
     parser.add_argument("-o", "--out", metavar="NAME", type=_name, help="also bind the report to NAME")
     parser.add_argument("--traceback", action="store_true", help="show errors with their whole traceback")
-
-
-def _add_keywords(
-    group: Any, function: Callable[..., Any], *, leave: Collection[str] = (), only: Collection[str] = ()
-) -> None:
-    """Add a flag for each keyword of ``function``: a switch, a whole number, or Python that is evaluated."""
-    helps = argument_help(function.__doc__ or "")
-    for name, one in inspect.signature(function).parameters.items():
-        if one.kind is not one.KEYWORD_ONLY or name in leave or (only and name not in only):
-            continue
-        flag = "--" + name.replace("_", "-")
-        text = helps[name].rstrip(".").replace("%", "%%")
-        default = f"{text} (default: {one.default})"
-        if isinstance(one.default, bool):
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=one.default, help=default)
-        elif isinstance(one.default, int):
-            group.add_argument(flag, type=int, default=one.default, metavar="N", help=default)
-        else:
-            group.add_argument(flag, type=_expression, default=one.default, metavar="EXPR", help=text)
-
-
-def _expression(text: str) -> Expression:
-    return Expression(text)
 
 
 def _name(text: str) -> str:
@@ -225,33 +202,39 @@ def _values(action: argparse.Action) -> tuple[str, ...]:
 # Flags of a dataclass.
 
 
-def add_options(group: Any, kind: type[Any] = Options) -> None:
-    """Add a flag for each field of the dataclass ``kind``, with its name, type, choices, default and help.
+def add_options(
+    group: Any, declared: Callable[..., Any] = Options, *, leave: Collection[str] = (), only: Collection[str] = ()
+) -> None:
+    """Add a flag for each field of a dataclass, or keyword of a function, with type, choices, default and help.
+
+    What a keyword is given is Python that the magic evaluates, unless its default is a bool.
 
     >>> parser = argparse.ArgumentParser(prog="demo")
     >>> add_options(parser)
     >>> parser.parse_args(["--max-streams", "4"]).max_streams
     4
     """
-    hints = typing.get_type_hints(kind)
-    helps = argument_help(kind.__doc__ or "")
-    for field in fields(kind):
-        hint = hints[field.name]
-        flag = "--" + field.name.replace("_", "-")
-        text = f"{helps[field.name].rstrip('.')} (default: {field.default})".replace("%", "%%")
+    is_class = isinstance(declared, type)
+    hints = typing.get_type_hints(declared) if is_class else {}
+    helps = argument_help(declared.__doc__ or "")
+    for name, one in inspect.signature(declared).parameters.items():
+        if name in leave or (only and name not in only) or not (is_class or one.kind is one.KEYWORD_ONLY):
+            continue
+        hint = hints.get(name, bool if isinstance(one.default, bool) else Expression)
         members = typing.get_args(hint)
+        how: dict[str, Any] = {"metavar": "NAME", "type": str}
         if hint is bool:
-            action = argparse.BooleanOptionalAction
-            group.add_argument(flag, action=action, default=field.default, help=text)
+            how = {"action": argparse.BooleanOptionalAction}
+        elif hint is Expression:
+            how = {"metavar": "EXPR", "type": Expression}
         elif typing.get_origin(hint) is typing.Literal:
-            group.add_argument(flag, choices=members, default=field.default, help=text)
+            how = {"choices": members}
         elif type(None) in members:
-            parse = _optional(next(one for one in members if one is not type(None)))
-            group.add_argument(flag, type=parse, default=field.default, help=text, metavar="N")
-        else:
-            parse = hint if hint in (int, float) else str
-            metavar = "X" if hint in (int, float) else "NAME"
-            group.add_argument(flag, type=parse, default=field.default, help=text, metavar=metavar)
+            how = {"metavar": "N", "type": _optional(next(kind for kind in members if kind is not type(None)))}
+        elif hint in (int, float):
+            how = {"metavar": "X", "type": hint}
+        text = helps[name].rstrip(".") + ("" if hint is Expression else f" (default: {one.default})")
+        group.add_argument("--" + name.replace("_", "-"), default=one.default, help=text.replace("%", "%%"), **how)
 
 
 def option_values(given: argparse.Namespace, kind: type[Any] = Options) -> dict[str, Any]:

@@ -12,14 +12,14 @@ import argparse
 import json
 import os
 import sys
-import typing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nimble_core.scheduling.options import Options
 from nimble_core.utils.errors import CaptureError, InputError, NimbleError, ReportFileError
+from nimble_viz.analysis.gate import Rules
 from nimble_viz.analysis.labels import visible
 from nimble_viz.cli.arguments import add_options, option_values
 from nimble_viz.cli.factory import TRAINING_FACTORY, made_by
@@ -81,6 +81,55 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
+_Argument = tuple[tuple[str, ...], dict[str, Any]]
+"""What ``add_argument`` is given."""
+_Run = Callable[[argparse.Namespace], int]
+_COMMANDS: list[tuple[_Run, str, tuple[_Argument, ...], tuple[str, type] | None]] = []
+"""Each command: what it runs, what it is for, its arguments and options."""
+
+
+def _command(about: str, *arguments: _Argument, options: tuple[str, type] | None = None) -> Callable[[_Run], _Run]:
+    """Make a function a command; ``options`` is a group's title and the dataclass that it is made from."""
+
+    def add(run: _Run) -> _Run:
+        _COMMANDS.append((run, about, arguments, options))
+        return run
+
+    return add
+
+
+def _argument(*names: str, **how: Any) -> _Argument:
+    return names, how
+
+
+def _path(*names: str, **how: Any) -> _Argument:
+    return names, {"type": Path, **how}
+
+
+def _switch(name: str, about: str) -> _Argument:
+    return (name,), {"action": "store_true", "help": about}
+
+
+_JSON = _switch("--json", "print JSON instead")
+_FULL = _switch("--full", "print everything, not only the first twelve lines")
+_HTML = _path("--html", metavar="PATH", help="write a self-contained page")
+_OUTPUTS = (
+    _HTML,
+    _path("--save", metavar="PATH", help="write the report (.nimble)"),
+    _switch("--quiet", "print nothing but errors"),
+    _FULL,
+    _JSON,
+)
+
+
+@_command(
+    "measure a model: eager, one-stream and multi-stream replay",
+    _argument("factory", metavar="MODULE:FACTORY", help=f"gives (model, args[, kwargs]) or {TRAINING_FACTORY}"),
+    _switch("--training", f"compare whole training steps; FACTORY gives {TRAINING_FACTORY}"),
+    *_OUTPUTS,
+    _argument("--against", type=_names, default=(), metavar="PEER,...", help="others to measure: compile,cuda-graph"),
+    options=("options of the preparation", Options),
+)
 def _compare(given: argparse.Namespace) -> int:
     from nimble_viz.collect.progress import Progress
 
@@ -101,6 +150,11 @@ def _compare(given: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
+@_command(
+    "everything that keeps a model from being prepared, at once",
+    _argument("factory", metavar="MODULE:FACTORY", help="as for compare"),
+    _JSON,
+)
 def _diagnose(given: argparse.Namespace) -> int:
     """Find everything that keeps a factory's model from being prepared."""
     from nimble_viz.collect.diagnose import diagnose
@@ -111,6 +165,14 @@ def _diagnose(given: argparse.Namespace) -> int:
     return 0 if found.ok else 1
 
 
+@_command(
+    "where the time goes in a script as it is, or in a profiler's trace",
+    *_OUTPUTS,
+    _switch("--stop", "end the script once that is done"),
+    _path("script", metavar="SCRIPT", help="a Python file; or TRACE.json, TRACE.json.gz"),
+    _argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script"),
+    options=("iterations of a loop", Counts),
+)
 def _profile(given: argparse.Namespace) -> int:
     """Profile a script, or read a trace that a profiler exported; exit code and errors are the script's."""
     _require_places(given.save, given.html)
@@ -161,6 +223,7 @@ def _require_places(*paths: Path | None) -> None:
             raise InputError(f"{path} is a folder", fix=f"name a file in it: {path / 'report.nimble'}")
 
 
+@_command("print a saved report", _path("file", metavar="FILE"), _HTML, _FULL, _JSON)
 def _show(given: argparse.Namespace) -> int:
     from nimble_viz.render.report import load
 
@@ -181,14 +244,27 @@ def _summarise(report: Report, given: argparse.Namespace) -> None:
         _print(report_text(report, full=given.full))
 
 
+@_command(
+    "write a saved report for Perfetto, Chrome, Nsight Systems, or as CSV",
+    _path("file", metavar="REPORT"),
+    _path("out", metavar="OUT", help="*.pftrace, *.json, *.nsys-rep, a folder or calls.csv"),
+)
 def _export(given: argparse.Namespace) -> int:
     from nimble_viz.render.report import load
 
     with _files():
-        load(given.file).export(given.out, given.format)
+        load(given.file).export(given.out)
     return 0
 
 
+@_command(
+    "join a profile of Nsight Systems (SQLite) to the calls of a saved report",
+    _path("file", metavar="PROFILE.sqlite", help="nsys export --type sqlite"),
+    _path("--report", metavar="REPORT", required=True, help="a report of the same model"),
+    _path("-o", "--out", metavar="OUT", help="write the report with the profile's replay, as *.nimble or an export"),
+    _path("--csv", metavar="PATH", help="write each kernel of each replay with its call"),
+    _argument("--plan", dest="run_name", default="", metavar="NAME", help="whose replays (default: the chosen plan's)"),
+)
 def _annotate(given: argparse.Namespace) -> int:
     from nimble_viz.collect.annotate import annotate
 
@@ -212,6 +288,9 @@ def _write(report: Report, out: Path) -> None:
         report.export(out)
 
 
+@_command(
+    "what changed between two saved reports", _path("old", metavar="OLD"), _path("new", metavar="NEW"), _HTML, _JSON
+)
 def _diff(given: argparse.Namespace) -> int:
     from nimble_viz.render.report import load
 
@@ -223,9 +302,18 @@ def _diff(given: argparse.Namespace) -> int:
     return 0
 
 
+@_command(
+    "is a saved report good enough? for CI",
+    _path("files", metavar="REPORT", nargs="*", help="one, or several of the same model, each of its own process"),
+    _path("--baseline", metavar="OLD", nargs="+", default=[], help="earlier reports of it; three tell more than one"),
+    _switch("--any-environment", "compare with a baseline measured elsewhere"),
+    _JSON,
+    _path("--markdown", metavar="PATH", help="write a Markdown table too"),
+    _path("--junit", metavar="PATH", help="write JUnit XML too"),
+    options=("rules", Rules),
+)
 def _gate(given: argparse.Namespace) -> int:
     from nimble_core.utils.files import write_file
-    from nimble_viz.analysis.gate import Rules
     from nimble_viz.render.report import load
     from nimble_viz.render.verdicts import gate
 
@@ -247,6 +335,7 @@ def _gate(given: argparse.Namespace) -> int:
     return found.exit_code
 
 
+@_command("what works on this machine, what does not, and what to do about it", _JSON)
 def _doctor(given: argparse.Namespace) -> int:
     from nimble_viz.cli.doctor import examine
 
@@ -300,148 +389,18 @@ def _say(content: str) -> None:
             raise InputError(f"standard output: {error.strerror}", fix="make room, or write elsewhere") from error
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> typing.NoReturn:
-        """Exit as usual, with nothing in the message that a terminal would obey."""
-        super().error(visible(message))
-
-
 def _parser() -> argparse.ArgumentParser:
     from nimble_viz import __version__
 
-    parser = _Parser(prog="python -m nimble_viz", description=_ABOUT)
+    parser = argparse.ArgumentParser(prog="python -m nimble_viz", description=_ABOUT)
     parser.add_argument("--version", action="version", version=f"nimble_viz {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, (run, add_arguments, about) in _COMMANDS.items():
-        command = commands.add_parser(name, help=about, description=_ABOUT_GATE if run is _gate else None)
-        add_arguments(command)
-        command.add_argument("--traceback", action="store_true", help="show errors with their traceback")
+    for run, about, arguments, options in _COMMANDS:
+        name = run.__name__.removeprefix("_")
+        command = commands.add_parser(name, help=about, description=_ABOUT_GATE if name == "gate" else None)
+        for names, how in (*arguments, _switch("--traceback", "show errors with their traceback")):
+            command.add_argument(*names, **how)
+        if options is not None:
+            add_options(command.add_argument_group(options[0]), options[1])
         command.set_defaults(run=run)
     return parser
-
-
-def _add_compare(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "factory",
-        metavar="MODULE:FACTORY",
-        help=f"gives (model, args) or (model, args, kwargs), or {TRAINING_FACTORY}",
-    )
-    parser.add_argument(
-        "--training", action="store_true", help=f"compare whole training steps; FACTORY gives {TRAINING_FACTORY}"
-    )
-    _add_outputs(parser)
-    parser.add_argument(
-        "--against", type=_names, default=(), metavar="PEER,...", help="others to measure, e.g. compile,cuda-graph"
-    )
-    add_options(parser.add_argument_group("options of the preparation"))
-
-
-def _add_diagnose(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("factory", metavar="MODULE:FACTORY", help="as for compare")
-    _add_json(parser)
-
-
-def _add_profile(parser: argparse.ArgumentParser) -> None:
-    _add_outputs(parser)
-    add_options(parser, Counts)
-    parser.add_argument("--stop", action="store_true", help="end the script once that is done")
-    parser.add_argument("script", type=Path, metavar="SCRIPT", help="a Python file; or TRACE.json, TRACE.json.gz")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
-
-
-def _add_show(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, metavar="FILE")
-    _add_html(parser)
-    _add_full(parser)
-
-
-def _add_export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, metavar="REPORT")
-    parser.add_argument("out", type=Path, metavar="OUT", help="*.pftrace, *.json, *.nsys-rep, a folder or calls.csv")
-    parser.add_argument(
-        "--format",
-        choices=("perfetto", "chrome", "nsys", "csv", "dot", "svg", "pdf", "png"),
-        help="where OUT's suffix does not say",
-    )
-
-
-def _add_annotate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, metavar="PROFILE.sqlite", help="nsys export --type sqlite")
-    parser.add_argument("--report", type=Path, metavar="REPORT", required=True, help="a report of the same model")
-    parser.add_argument(
-        "-o",
-        "--out",
-        type=Path,
-        metavar="OUT",
-        help="write the report with the profile's replay: *.nimble, *.html, or what export writes",
-    )
-    parser.add_argument("--csv", type=Path, metavar="PATH", help="write each kernel of each replay with its call")
-    parser.add_argument(
-        "--plan", dest="run_name", default="", metavar="NAME", help="whose replays (default: the chosen plan's)"
-    )
-
-
-def _add_diff(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("old", type=Path, metavar="OLD")
-    parser.add_argument("new", type=Path, metavar="NEW")
-    _add_html(parser)
-    _add_json(parser)
-
-
-def _add_gate(parser: argparse.ArgumentParser) -> None:
-    from nimble_viz.analysis.gate import Rules
-
-    parser.add_argument(
-        "files",
-        type=Path,
-        metavar="REPORT",
-        nargs="*",
-        help="one, or several of the same model, each of its own process",
-    )
-    parser.add_argument(
-        "--baseline",
-        type=Path,
-        metavar="OLD",
-        nargs="+",
-        default=[],
-        help="earlier reports of the same model; three a side tell smaller differences",
-    )
-    parser.add_argument("--any-environment", action="store_true", help="compare with a baseline measured elsewhere")
-    _add_json(parser)
-    parser.add_argument("--markdown", type=Path, metavar="PATH", help="write a Markdown table too")
-    parser.add_argument("--junit", type=Path, metavar="PATH", help="write JUnit XML too")
-    add_options(parser.add_argument_group("rules"), Rules)
-
-
-def _add_outputs(parser: argparse.ArgumentParser) -> None:
-    _add_html(parser)
-    parser.add_argument("--save", type=Path, metavar="PATH", help="write the report (.nimble)")
-    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
-    _add_full(parser)
-
-
-def _add_full(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--full", action="store_true", help="print everything, not only the first twelve lines")
-    _add_json(parser)
-
-
-def _add_html(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--html", type=Path, metavar="PATH", help="write a self-contained page")
-
-
-def _add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON instead")
-
-
-_COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argparse.ArgumentParser], None], str]] = {
-    "compare": (_compare, _add_compare, "measure a model: eager, one-stream and multi-stream replay"),
-    "diagnose": (_diagnose, _add_diagnose, "everything that keeps a model from being prepared, at once"),
-    "profile": (_profile, _add_profile, "where the time goes in a script as it is, or in a profiler's trace"),
-    "show": (_show, _add_show, "print a saved report"),
-    "export": (_export, _add_export, "write a saved report for Perfetto, Chrome, Nsight Systems, or as CSV"),
-    "annotate": (_annotate, _add_annotate, "join a profile of Nsight Systems (SQLite) to the calls of a saved report"),
-    "diff": (_diff, _add_diff, "what changed between two saved reports"),
-    "gate": (_gate, _add_gate, "is a saved report good enough? for CI"),
-    "doctor": (_doctor, _add_json, "what works on this machine, what does not, and what to do about it"),
-}
-"""What each command runs, its arguments, and what it is for."""

@@ -146,10 +146,7 @@ def _works(why: str) -> _Answer:
 def _torch(on: _Machine) -> _Answer:
     torch = on.torch
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
-    found = f"{torch.__version__}, {cuda}"
-    if tuple(int(part) for part in str(torch.__version__).split("+")[0].split(".")[:2]) < (2, 11):
-        return "off", f"{found} is older than 2.11", 'pip install --upgrade "torch>=2.11"'
-    return _works(found)
+    return _works(f"{torch.__version__}, {cuda}")
 
 
 def _gpu(on: _Machine) -> _Answer:
@@ -163,10 +160,10 @@ def _gpu(on: _Machine) -> _Answer:
         share = torch.cuda.get_device_properties(0).total_memory / 2**30
         return _works(f"{torch.cuda.get_device_name(0)}, {share:.0f} GiB, driver {facts.driver or 'unknown'}{more}")
     host = f"models run on the host, {cpu_name()}"
+    if torch.version.cuda is None and facts.driver:
+        fix = "a build of torch for CUDA: https://pytorch.org/get-started/locally"
+        return "fallback", f"there is a GPU, but this torch was built without CUDA: {host}", fix
     if torch.version.cuda is None:
-        if facts.driver or shutil.which("nvidia-smi"):
-            fix = "a build of torch for CUDA: https://pytorch.org/get-started/locally"
-            return "fallback", f"there is a GPU, but this torch was built without CUDA: {host}", fix
         return "fallback", f"no NVIDIA driver was found: {host}", ""
     try:
         torch.cuda.init()
@@ -201,7 +198,7 @@ def _checks(on: _Machine) -> _Answer:
 def _profiler(on: _Machine) -> _Answer:
     torch = on.torch
     from nimble_core.utils.errors import DeviceError
-    from nimble_viz.traces.profiler import profile_eager
+    from nimble_viz.collect.iterations import profile_eager
 
     device: Literal["cuda", "cpu"] = "cuda" if torch.cuda.is_available() else "cpu"
     x = torch.ones(2, device=device)
@@ -364,26 +361,19 @@ def _dot(on: _Machine) -> _Answer:
     return _works(f"{_named('graphviz')}, {program}")
 
 
-def _package(module: str, use: str, on: _Machine, *, without: str = "", extra: str = "") -> _Answer:
-    """Import a module and say its ``use``, or what is done ``without`` it and which ``extra`` installs it."""
+def _package(module: str, use: str, on: _Machine, *, without: str = "") -> _Answer:
+    """Import a module and say its ``use``, or what is done ``without`` it until the extra ``export`` installs it."""
     name = module.partition(".")[0]
     try:
         import_module(module)
     except ImportError:
         if not without:
             raise
-        return "fallback", f"the package {name} is not there: {without}", f'pip install "nimble-viz[{extra}]"'
+        return "fallback", f"the package {name} is not there: {without}", 'pip install "nimble-viz[export]"'
     return _works(f"{use}: {_named(name)}")
 
 
-_PERFETTO = partial(
-    _package,
-    "perfetto.protos.perfetto.trace.perfetto_trace_pb2",
-    "report.export('run.pftrace')",
-    without="export Chrome JSON, which ui.perfetto.dev opens as well",
-    extra="export",
-)
-_PANDAS = partial(_package, "pandas", "report.to_dataframe()", without="export tables as CSV", extra="export")
+_PERFETTO = "perfetto.protos.perfetto.trace.perfetto_trace_pb2"
 
 CHECKS: tuple[tuple[str, str, bool, Callable[[_Machine], _Answer]], ...] = (
     ("Running", "torch", True, _torch),
@@ -405,8 +395,13 @@ CHECKS: tuple[tuple[str, str, bool, Callable[[_Machine], _Answer]], ...] = (
     ("Seeing", "widgets", False, partial(_package, "anywidget", "report.dashboard()")),
     ("Seeing", "statistics", False, partial(_package, "plotly.graph_objects", "report.figure()")),
     ("Seeing", "graphviz dot", False, _dot),
-    ("Handing on", "Perfetto", False, _PERFETTO),
-    ("Handing on", "data frames", False, _PANDAS),
+    (
+        "Handing on",
+        "Perfetto",
+        False,
+        partial(_package, "perfetto", "*.pftrace", without="export Chrome JSON (*.json)"),
+    ),
+    ("Handing on", "data frames", False, partial(_package, "pandas", "report.to_dataframe()", without="export CSV")),
     ("Handing on", "networkx", False, partial(_package, "networkx", "report.graph.to_networkx()")),
 )
 """Group, feature, whether nothing works without it, and how to find out."""
@@ -470,15 +465,13 @@ def _internal(entry: Private) -> Finding:
     from nimble_core.torch_compat.private import REMEDY
 
     name = entry.name.replace(":", ".")
+    why = f"missing, needed to {entry.purpose}" if entry.essential else f"missing: {entry.without}"
     try:
-        found = entry.find()
+        if entry.find() is not None:
+            return Finding(_INTERNALS, name, "works", f"{entry.purpose}; checked on {', '.join(entry.checked)}")
     except Exception as error:  # a module of torch's that fails to import
-        state: State = "broken" if entry.essential else "fallback"
-        return Finding(_INTERNALS, name, state, f"{type(error).__name__}: {first_line(error)}", REMEDY)
-    if found is not None:
-        return Finding(_INTERNALS, name, "works", f"{entry.purpose}; checked on {', '.join(entry.checked)}")
-    if not entry.expected:
-        return Finding(_INTERNALS, name, "off", f"this torch has no {entry.needs}")
-    if not entry.essential:
-        return Finding(_INTERNALS, name, "fallback", f"missing: {entry.without}")
-    return Finding(_INTERNALS, name, "broken", f"missing, needed to {entry.purpose}", REMEDY)
+        why = f"{type(error).__name__}: {first_line(error)}"
+    else:
+        if not entry.expected:
+            return Finding(_INTERNALS, name, "off", f"this torch has no {entry.needs}")
+    return Finding(_INTERNALS, name, "broken" if entry.essential else "fallback", why, REMEDY * entry.essential)

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 import sys
 import types
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
 from nimble_core.utils.errors import InputError
-from nimble_viz.collect.suggestions import nearest
 
 __all__ = ["TRAINING", "TRAINING_FACTORY", "load_factory", "made_by"]
 
 _FACTORY_FIX = "MODULE:FACTORY: MODULE is importable or a path to a .py file, FACTORY() gives (model, args) or a dict"
 
-TRAINING = ("target", "loss_fn", "optimizer", "autocast", "scaler", "clip_grad_norm", "accumulate")
+TRAINING = ("target", "loss_fn", "optimizer", "autocast", "scaler", "clip_grad_norm")
 """Keys of a factory's dict that say how to train, keywords of ``compare``."""
 
 TRAINING_FACTORY = (
@@ -37,22 +36,14 @@ def load_factory(spec: str) -> Callable[[], Any]:
     if not colon or not place or not name:
         raise InputError(f"{spec!r} does not name a factory", fix=_FACTORY_FIX)
     module = _from_file(Path(place)) if place.endswith(".py") else _from_name(place)
-    try:
-        factory = getattr(module, name)
-    except AttributeError:
-        known = nearest(name, _factories(module), most=10, least=0.0)
-        fix = f"it has {', '.join(known)}" if known else _FACTORY_FIX
-        raise InputError(f"{place} has no {name!r}", fix=fix) from None
+    factory = getattr(module, name, None)
     if not callable(factory):
-        raise InputError(f"{spec} is not callable", fix=_FACTORY_FIX)
+        # Names are those of functions that the module defines, private ones only if there are no others.
+        own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        known = [key for key in own if not key.startswith("_")] or own
+        fix = f"it has {', '.join(get_close_matches(name, known, n=10, cutoff=0.0))}" if known else _FACTORY_FIX
+        raise InputError(f"{place} has no function {name!r}", fix=fix)
     return cast(Callable[[], Any], factory)
-
-
-def _factories(module: types.ModuleType) -> list[str]:
-    """Return the functions that the module defines, private ones only if there are no others."""
-    functions = ((name, value) for name, value in vars(module).items() if inspect.isroutine(value))
-    own = [name for name, value in functions if getattr(value, "__module__", "") == module.__name__]
-    return [name for name in own if not name.startswith("_")] or own
 
 
 def _from_file(path: Path) -> types.ModuleType:

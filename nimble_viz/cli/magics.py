@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -162,8 +162,10 @@ class _Magic:
             with ExitStack() as profiled:
                 with interrupts_postponed():
                     profiled.enter_context(run)
+                began = perf_counter()
                 with _presented(shell, whole=given.traceback, by_user=True):
                     shown = body.run(shell.user_global_ns, shell.user_ns, calls)
+                took = perf_counter() - began
                 with default_progress() as told, told.step("read the profile"):
                     try:
                         profiled.close()
@@ -175,18 +177,18 @@ class _Magic:
         finally:
             sys.displayhook(shown)
         why = why_not_captured(calls, run.report) if given.capture else "--no-capture"
-        call = calls.first
-        if call is not None and not why:
+        if not why:
             try:
-                report = body.call_at(call.line, partial(compare, call.module, *call.args, kwargs=call.kwargs, **how))
+                run_again = partial(compare, calls.module, *calls.args, kwargs=calls.kwargs, **how)
+                report = body.call_at(calls.line, run_again)
             except Exception as error:
                 if given.traceback:
                     raise
                 why = str(error) if isinstance(error, NimbleError) else f"{type(error).__name__}: {error}"
             else:
-                share = format_percent(call.seconds / calls.seconds)
+                share = format_percent(calls.seconds / took)
                 print(f"The cell: {verdict(run.report)}")
-                print(f"Captured: the call of {call.text}, {share} of the cell's time. The report is of this call:")
+                print(f"Captured: the call of {calls}, {share} of the cell's time. The report is of this call:")
                 return report
         if given.capture:
             print(f"Not captured: {why}")
@@ -194,11 +196,12 @@ class _Magic:
 
     # -- what was typed --------------------------------------------------------------------------------------------
 
-    def _value(self, text: str, namespace: dict[str, Any]) -> Any:
+    def _value(self, text: str, namespace: dict[str, Any], wrong: str = "not a Python expression") -> Any:
         try:
             code = compile(text.strip(), _TYPED, "eval")
         except SyntaxError as error:
-            raise InputError(f"{text!r} is not a Python expression: {error.msg}", fix="see %nimble -h") from None
+            shown = text.removeprefix(_COLLECT)
+            raise InputError(f"{shown!r} is {wrong}: {error.msg}", fix="see %nimble -h") from None
         return eval(code, self.shell.user_global_ns, namespace)
 
     def _inputs(self, texts: list[str], namespace: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -207,14 +210,8 @@ class _Magic:
         def collect(*args: Any, **named: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
             return args, named
 
-        text = ", ".join(texts)
-        found: tuple[tuple[Any, ...], dict[str, Any]]
-        try:
-            code = compile(f"{_COLLECT}({text})", _TYPED, "eval")
-        except SyntaxError as error:
-            raise InputError(f"({text}) are not arguments of a call: {error.msg}", fix="see %nimble -h") from None
-        found = eval(code, self.shell.user_global_ns, {**namespace, _COLLECT: collect})
-        return found
+        call, known = f"{_COLLECT}({', '.join(texts)})", {**namespace, _COLLECT: collect}
+        return cast(tuple[tuple[Any, ...], dict[str, Any]], self._value(call, known, "no arguments of a call"))
 
     def _keywords(
         self, given: argparse.Namespace, function: Callable[..., Any], namespace: dict[str, Any]
@@ -303,12 +300,10 @@ class Body:
     def run(self, globals_: dict[str, Any], locals_: dict[str, Any], calls: Calls) -> object:
         """Run all statements, tell ``calls``, and return the value to show; the user's errors propagate."""
         globals_[_WATCH] = calls.watch
-        began = perf_counter()
         try:
             exec(self.statements, globals_, locals_)
             return eval(self.last, globals_, locals_) if self.last is not None else None
         finally:
-            calls.seconds = perf_counter() - began
             globals_.pop(_WATCH, None)
 
     def call_at(self, line: int, function: Callable[[], Result]) -> Result:
@@ -359,29 +354,19 @@ class _Watched(ast.NodeTransformer):
         return node
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleCall:
-    """A call of a module, as it was made; ``line`` of the cell."""
-
-    module: Any
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    line: int
-    seconds: float
-
-    @property
-    def text(self) -> str:
-        """``Net, line 3``."""
-        return f"{type(self.module).__name__}, line {self.line}"
-
-
+@dataclass(slots=True)
 class Calls:
-    """Notes the first call of a module in a cell, and if there are more; models would notice hooks."""
+    """The first call of a module in a cell, as it was made, and if there are ``more``; models would notice hooks."""
 
-    def __init__(self) -> None:
-        self.first: ModuleCall | None = None
-        self.more = False
-        self.seconds = 0.0
+    module: Any = None
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    line: int = 0
+    seconds: float = 0.0
+    more: bool = False
+
+    def __str__(self) -> str:
+        return f"{type(self.module).__name__}, line {self.line}"
 
     def watch(self, function: Any, line: int) -> Any:
         """Return ``function``, or for a module a function that calls it and takes notes."""
@@ -393,9 +378,10 @@ class Calls:
         def call(*args: Any, **kwargs: Any) -> Any:
             began = perf_counter()
             result = function(*args, **kwargs)
-            self.more = self.first is not None
-            if self.first is None:
-                self.first = ModuleCall(function, args, kwargs, line, perf_counter() - began)
+            self.more = self.module is not None
+            if not self.more:
+                self.module, self.args, self.kwargs, self.line = function, args, kwargs, line
+                self.seconds = perf_counter() - began
             return result
 
         return call
@@ -409,8 +395,8 @@ def why_not_captured(calls: Calls, profile: ReportData) -> str:
             "a backward or an optimizer ran in it; %nimble MODEL INPUT --training --loss-fn LOSS --optimizer OPTIMIZER "
             "compares a whole step"
         )
-    if calls.first is None:
+    if calls.module is None:
         return "no module is called in its own lines; %nimble FUNCTION INPUT compares a function of tensors"
     if calls.more:
-        return f"it calls modules more than once (first {calls.first.text}); %nimble MODEL INPUT compares one call"
+        return f"it calls modules more than once (first {calls}); %nimble MODEL INPUT compares one call"
     return ""

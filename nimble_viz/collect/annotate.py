@@ -35,7 +35,8 @@ from nimble_viz.analysis.labels import plural, visible
 from nimble_viz.export.tables import no_formula
 from nimble_viz.render.report import Report, load
 from nimble_viz.report.data import ReportData
-from nimble_viz.traces.nsight import Export, NamedRange, Replay, node_of, process_of, read_export
+from nimble_viz.traces.events import HostEvent
+from nimble_viz.traces.nsight import Export, Replay, node_of, process_of, read_export
 
 __all__ = ["COLUMNS", "Annotation", "Expected", "Joined", "annotate", "expected", "join"]
 
@@ -43,20 +44,9 @@ __all__ = ["COLUMNS", "Annotation", "Expected", "Joined", "annotate", "expected"
 CLOCK = "Nsight Systems, GPU clock"
 
 COLUMNS = (
-    "globalPid",
-    "correlationId",
-    "graphNodeId",
-    "start",
-    "end",
-    "streamId",
-    "kernel",
-    "replay",
-    "call",
-    "operator",
-    "module",
-    "phase",
-    "stream",
-)
+    "globalPid", "correlationId", "graphNodeId", "start", "end", "streamId",
+    "kernel", "replay", "call", "operator", "module", "phase", "stream",
+)  # fmt: skip
 """Columns of ``Annotation.rows``. The first six have the names of the export, and join to its tables."""
 
 _HOW: dict[Way, str] = {
@@ -283,10 +273,10 @@ def join(export: Export, plan: Expected) -> Joined:
     found = []
     for replays in _graphs(export, plan):
         whole, partial = _whole(replays)
-        told = _by_capture(export, plan, owners, whole), _by_place(export, plan, whole)
-        able = [one for one in told if one is not None]
+        ways = _by_capture(export, owners, whole[0]), _by_place(export, plan, whole[0])
+        able = [_joined(way, calls, whole, partial, plan) for way, calls in zip(_HOW, ways, strict=True) if calls]
         if able:
-            found.append(replace(max(able, key=_rank), partial=partial))
+            found.append(max(able, key=_rank))
     if not found:
         graphs = len({replay.graph for replay in export.replays})
         many = (
@@ -307,7 +297,7 @@ def _rank(one: Joined) -> tuple[bool, int, int]:
 
 def _graphs(export: Export, plan: Expected) -> list[list[Replay]]:
     """Group replays by graph; only those inside the plan's ranges, if there are any."""
-    inside = _Ranges(one for one in export.ranges if one.text == plan.replay)
+    inside = _Ranges(one for one in export.ranges if one.name == plan.replay)
     named = [replay for replay in export.replays if inside.at(replay.thread, replay.launched_ns)]
     graphs: dict[tuple[int, int], list[Replay]] = {}
     for replay in named or export.replays:
@@ -327,13 +317,13 @@ def _whole(replays: Sequence[Replay]) -> tuple[tuple[Replay, ...], int]:
 class _Ranges:
     """Ranges that do not nest; says which of them holds a moment on a thread."""
 
-    def __init__(self, ranges: Iterable[NamedRange]) -> None:
-        self._of: dict[int, list[NamedRange]] = {}
+    def __init__(self, ranges: Iterable[HostEvent]) -> None:
+        self._of: dict[int, list[HostEvent]] = {}
         for one in ranges:
             self._of.setdefault(one.thread, []).append(one)
         self._starts = {thread: [one.start_ns for one in of] for thread, of in self._of.items()}
 
-    def at(self, thread: int, moment: int) -> NamedRange | None:
+    def at(self, thread: int, moment: int) -> HostEvent | None:
         index = bisect_right(self._starts.get(thread, ()), moment) - 1
         found = self._of[thread][index] if index >= 0 else None
         return found if found is not None and moment <= found.end_ns else None
@@ -348,14 +338,14 @@ def _captured(export: Export, plan: Expected) -> dict[tuple[int, int], int | Non
     order = plan.schedule.order
     wanted = [plan.calls[call] for call in order]
     names = set(wanted)
-    ranges = [one for one in export.ranges if one.text in names]
+    ranges = [one for one in export.ranges if one.name in names]
     range_keys = [(one.thread, one.start_ns) for one in ranges]
     node_keys = [(node.thread, node.start_ns) for node in export.created]
     owners: dict[tuple[int, int], int | None] = {}
-    for whole in (one for one in export.ranges if one.text == plan.capture):
+    for whole in (one for one in export.ranges if one.name == plan.capture):
         begin, end = (whole.thread, whole.start_ns), (whole.thread, whole.end_ns)
         inside = ranges[bisect_left(range_keys, begin) : bisect_right(range_keys, end)]
-        if [one.text for one in inside] != wanted:
+        if [one.name for one in inside] != wanted:
             continue
         held, call_of = _Ranges(inside), dict(zip(inside, order, strict=True))
         for node in export.created[bisect_left(node_keys, begin) : bisect_right(node_keys, end)]:
@@ -373,67 +363,45 @@ def _source(export: Export, process: int, node: int) -> int:
     return node
 
 
-def _by_capture(
-    export: Export, plan: Expected, owners: Mapping[tuple[int, int], int | None], whole: Sequence[Replay]
-) -> Joined | None:
-    process = whole[0].process
-    places: dict[int, int] = {}
-    kinds: list[str] = []
-    calls: list[int | None] = []
-    for node, activity in sorted(_activities(whole[0]).items()):
-        key = process, _source(export, process, node)
-        if key in owners:
-            places[node] = len(places)
-            kinds.append(activity.kind)
-            calls.append(owners[key])
-    if not places:
-        return None
-    raw = RawGraph(tuple(range(len(calls))), tuple(kinds), (), tuple(calls))
-    return _joined("capture ranges", raw, places, whole, plan)
+def _by_capture(export: Export, owners: Mapping[tuple[int, int], int | None], replay: Replay) -> dict[int, int | None]:
+    """Return the calls of nodes that were captured in a range."""
+    captured = {node: (replay.process, _source(export, replay.process, node)) for node in replay.nodes}
+    return {node: owners[key] for node, key in captured.items() if key in owners}
 
 
-def _by_place(export: Export, plan: Expected, whole: Sequence[Replay]) -> Joined | None:
-    process = whole[0].process
-    places: dict[int, int] = {}
-    for node, activity in _activities(whole[0]).items():
-        at = plan.places.get(node_of(_source(export, process, node)))
+def _by_place(export: Export, plan: Expected, replay: Replay) -> dict[int, int | None]:
+    """Return the calls of nodes with the place and the kernel of a node of the report; empty if they are too few."""
+    calls: dict[int, int | None] = {}
+    for node, activity in zip(replay.nodes, replay.activities, strict=True):
+        at = plan.places.get(node_of(_source(export, replay.process, node)))
         if at is not None and (activity.kind, _name(activity)) == plan.kernels[at][:2]:
-            places[node] = at
-    size = len(plan.kernels)
-    if 2 * len(places) < max(1, size, len(whole[0].nodes)):
-        return None
-    kinds, _, owners = zip(*plan.kernels, strict=True)
-    raw = RawGraph(tuple(range(size)), kinds, (), owners)
-    return _joined("graph node ids", raw, places, whole, plan)
+            calls[node] = plan.kernels[at][2]
+    return calls if 2 * len(calls) >= max(1, len(plan.kernels), len(replay.nodes)) else {}
 
 
-def _joined(way: Way, raw: RawGraph, places: Mapping[int, int], whole: Sequence[Replay], plan: Expected) -> Joined:
-    runs: dict[int, list[Activity]] = {}
+def _joined(
+    way: Way, calls: Mapping[int, int | None], whole: tuple[Replay, ...], partial: int, plan: Expected
+) -> Joined:
+    places = {node: place for place, node in enumerate(sorted(calls))}
+    runs: dict[int, list[Activity]] = {place: [] for place in range(len(calls))}
+    strangers: Counter[str] = Counter()
     for replay in whole:
         for node, activity in zip(replay.nodes, replay.activities, strict=True):
             if node in places:
-                runs.setdefault(places[node], []).append(activity)
-    once = {node: tuple(of) for node, of in sorted(runs.items()) if len(of) == len(whole)}
-    strangers = Counter(
-        _name(activity)
-        for node, activity in zip(whole[0].nodes, whole[0].activities, strict=True)
-        if node not in places
-    )
-    unexpected = strangers.total() * len(whole)
-    check = SelfCheck(len(raw.nodes), len(once), "graph node id", unexpected)
-    if way == "capture ranges":
-        missing = Counter(name for _, name, _ in plan.kernels) - Counter(_name(of[0]) for of in once.values())
-    else:
-        missing = Counter(name for at, (_, name, _) in enumerate(plan.kernels) if at not in once)
-    return Joined(way, Told(once, check), raw, places, tuple(whole), 0, _sorted(missing), _sorted(strangers))
+                runs[places[node]].append(activity)
+            elif replay is whole[0]:
+                strangers[_name(activity)] += 1
+    kinds = tuple(of[0].kind for of in runs.values())
+    raw = RawGraph(tuple(runs), kinds, (), tuple(calls[node] for node in places))
+    once = {place: tuple(of) for place, of in runs.items() if len(of) == len(whole)}
+    size = len(calls) if way == "capture ranges" else len(plan.kernels)
+    check = SelfCheck(size, len(once), "graph node id", strangers.total() * len(whole))
+    missing = Counter(name for _, name, _ in plan.kernels) - Counter(_name(of[0]) for of in once.values())
+    return Joined(way, Told(once, check), raw, places, whole, partial, _sorted(missing), _sorted(strangers))
 
 
 def _sorted(counts: Counter[str]) -> tuple[tuple[str, int], ...]:
     return tuple(sorted(counts.items(), key=lambda one: (-one[1], one[0])))
-
-
-def _activities(replay: Replay) -> dict[int, Activity]:
-    return dict(zip(replay.nodes, replay.activities, strict=True))
 
 
 def _name(activity: Activity) -> str:

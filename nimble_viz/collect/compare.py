@@ -10,7 +10,7 @@ from nimble_core.scheduling.options import Options, require_flag, require_option
 from nimble_core.utils.errors import InputError
 from nimble_viz.collect.progress import Progress, default_progress
 from nimble_viz.collect.sources import pass_over_machinery
-from nimble_viz.collect.suggestions import refuse_unknown
+from nimble_viz.collect.suggestions import keyword_inputs, refuse_unknown
 from nimble_viz.render.report import Report
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ def compare(
     autocast: torch.dtype | None = None,
     scaler: torch.amp.GradScaler | None = None,
     clip_grad_norm: float | None = None,
-    accumulate: int = 1,
     against: str | Iterable[str | Peer] = (),
     options: Options | None = None,
     training: bool = False,
@@ -58,10 +57,9 @@ def compare(
         autocast: type for ``torch.autocast`` around forward and loss, ``torch.bfloat16`` or ``torch.float16``.
         scaler: scales the loss and skips updates by infinite gradients; the optimizer needs a fused form.
         clip_grad_norm: largest norm of the gradients of all the optimizer's parameters together.
-        accumulate: 1: steps that update are compared, none that only add to gradients.
         against: peers to measure in the same rounds: names (``peers.peer_names``) and ``Peer`` objects.
         options: how to prepare; defaults to ``Options()``.
-        training: compare training steps, as the arguments from ``target`` to ``accumulate`` say.
+        training: compare training steps, as the arguments from ``target`` to ``clip_grad_norm`` say.
         progress: a ``Progress`` that is told what is going on; by default a line where someone can see it.
         device: a ``Device`` that runs it; by default that of the inputs.
         unknown: refused, with a word on what to write instead.
@@ -82,14 +80,12 @@ def compare(
     pass_over_machinery()  # a model without code of its own comes from the line that compares
     step = {"target": target, "loss_fn": loss_fn, "optimizer": optimizer, "autocast": autocast}
     step |= {"scaler": scaler, "clip_grad_norm": clip_grad_norm}
-    _require_training(training, step, accumulate)
-    _require_runner(device, progress)
+    _require_training(training, step)
+    _require_device(device)
     peers = resolve_peers(against) if against else ()
     options = Options() if options is None else options
     require_options(options)
-    if not isinstance(kwargs or {}, Mapping):
-        raise InputError(f"kwargs is a {type(kwargs).__name__}", fix="a dict of the model's keyword inputs")
-    named = dict(kwargs or {})
+    named = keyword_inputs(kwargs)
     stepping: Training | None = None
     if training:
         check_inputs(model, args, named)
@@ -125,28 +121,18 @@ def _measured(run: Comparison, progress: Progress | None) -> Report:
     return found.report()
 
 
-def _require_training(training: bool, step: Mapping[str, Any], accumulate: Any) -> None:
+def _require_training(training: bool, step: Mapping[str, Any]) -> None:
     require_flag(training, f"training={training!r}")
     given = [name for name, value in step.items() if value is not None]
-    if accumulate != 1:
-        raise InputError(
-            f"accumulate={accumulate!r}: compare measures steps that update, one by one",
-            fix="leave it out; TrainStep(..., accumulate=...) trains that way",
-        )
     if given and not training:
         what = f"{', '.join(given)} {'are' if len(given) > 1 else 'is'} for training"
         raise InputError(what, fix=f"training=True, or leave {'them' if len(given) > 1 else 'it'} out")
 
 
-def _require_runner(device: Any, progress: Any) -> None:
+def _require_device(device: Any) -> None:
     if device is not None and (isinstance(device, type) or not callable(getattr(device, "record", None))):
         raise InputError(
             f"device is a {type(device).__name__}, not a Device",
             fix="leave it out: a model runs where its inputs are, model.to('cuda') and x.to('cuda'), say; else an "
             "instance of a Device, as nimble_core.runtime.host.device.HostDevice()",
-        )
-    if progress is not None and not isinstance(progress, Progress):
-        raise InputError(
-            f"progress is a {type(progress).__name__}, not a Progress",
-            fix="leave it out, or nimble_viz.collect.progress.Progress(), which shows nothing",
         )

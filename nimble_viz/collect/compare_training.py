@@ -9,8 +9,8 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,32 +19,23 @@ from nimble_core.api.train_step import require_arguments
 from nimble_core.ir.program import Phase
 from nimble_core.scheduling.options import Options
 from nimble_core.torch_compat.dispatch import foreach_copy_
-from nimble_core.tracing.provenance import pass_over
 from nimble_core.tracing.pytree import builder, flatten
 from nimble_core.tracing.recorded import state_kept
 from nimble_core.tracing.recording_contexts import no_autocast
 from nimble_core.tracing.side_effects import preserved
 from nimble_core.tracing.signature import take_apart
 from nimble_core.tracing.step_wrapper import require_training_mode
-from nimble_core.tracing.strides import with_strides_of
 from nimble_core.training.loss_checks import require_no_target
 from nimble_core.training.optimizer import CapturedOptimizer
 from nimble_core.training.whole_step import WholeStep
 from nimble_core.utils.errors import InputError
-from nimble_core.validation.rounding_noise import perturbed
 from nimble_viz.collect.peers import Peer, Run, twin_of
 from nimble_viz.traces.events import PHASE
 
 if TYPE_CHECKING:
     from nimble_core.tracing.recorded import Recorded
-    from nimble_core.validation.eager_cases import Cases
 
 __all__ = ["Training", "TrainingRun", "mark_phase"]
-
-pass_over(str(Path(__file__).parents[1]))  # a step's loss and update are written here, for the line that compares
-
-_UPDATE_TOLERANCE = 1e-3
-_UPDATE_ROUNDINGS = 2
 
 Mark = Callable[[Phase], AbstractContextManager[Any]]
 
@@ -58,6 +49,7 @@ def _unmarked(_: Phase) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
+@dataclass(eq=False, slots=True)
 class TrainingRun:
     """One training step as users write it: zeroed gradients, forward, loss, backward, update.
 
@@ -65,19 +57,13 @@ class TrainingRun:
     is the run's own, and so is the scaler, around a scale that runs may share.
     """
 
-    def __init__(
-        self,
-        forward: Run,
-        loss_fn: Callable[..., torch.Tensor],
-        optimizer: torch.optim.Optimizer | None,
-        trained: Mapping[str, torch.Tensor],
-        *,
-        casting: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        scaler: torch.amp.GradScaler | None = None,
-        clip_grad_norm: float | None = None,
-    ) -> None:
-        self.forward, self.loss_fn, self.optimizer, self.trained = forward, loss_fn, optimizer, dict(trained)
-        self.casting, self.scaler, self.clip_grad_norm = casting, scaler, clip_grad_norm
+    forward: Run
+    loss_fn: Callable[..., torch.Tensor]
+    optimizer: torch.optim.Optimizer | None
+    trained: Mapping[str, torch.Tensor]
+    casting: Callable[[], AbstractContextManager[Any]] = nullcontext
+    scaler: torch.amp.GradScaler | None = None
+    clip_grad_norm: float | None = None
 
     @property
     def note(self) -> str:
@@ -181,18 +167,17 @@ class Training:
             nullcontext if autocast is None else partial(torch.autocast, device.type, dtype=autocast)
         )
         self.arguments: tuple[Any, Any] = _without_gradients((_as_inputs(model, args, kwargs), target))
-        self._optimizer = None if optimizer is None else _copied(optimizer)
-        captured = None
-        if self._optimizer is not None:
-            captured = CapturedOptimizer(self._optimizer, device)
-            for parameter, kept in zip(captured.parameters, captured.state, strict=True):
-                if kept:
-                    self._optimizer.state[parameter] = dict(kept)
-        self._captured = captured
+        self._captured: CapturedOptimizer | None = None
+        if optimizer is not None:
+            twin = _copied(optimizer)
+            self._captured = CapturedOptimizer(twin, device)
+            for parameter, kept in zip(self._captured.parameters, self._captured.state, strict=True):
+                if kept:  # as after a first step, so that replays look for changes as they do in training
+                    twin.state[parameter] = dict(kept)
         self.whole = WholeStep(
             model,
             loss_fn,
-            captured,
+            self._captured,
             autocast=autocast,
             scaler=None if scaler is None else _copied_scaler(scaler),
             clip_grad_norm=clip_grad_norm,
@@ -209,15 +194,7 @@ class Training:
         if self.whole.scaler is not None:
             scaler = _copied_scaler(self.whole.scaler)
             scaler._scale, scaler._growth_tracker = self.whole.scaler._scale, self.whole.scaler._growth_tracker
-        return TrainingRun(
-            forward,
-            self.loss_fn,
-            optimizer,
-            trained,
-            casting=self.casting,
-            scaler=scaler,
-            clip_grad_norm=self.clip_grad_norm,
-        )
+        return TrainingRun(forward, self.loss_fn, optimizer, trained, self.casting, scaler, self.clip_grad_norm)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -264,20 +241,6 @@ class Training:
             for one, gradient in before.items():
                 one.grad = gradient
 
-    def rounded(self, recorded: Recorded, cases: Cases) -> tuple[list[list[torch.Tensor]], list[str]]:
-        """Return, for each case, eager's outputs with other rounding, and the names of the outputs."""
-        build = builder(recorded.signature.structure)
-        moved, names = [], list[str]()
-        for inputs, _ in cases.eager:
-            args, _ = build([tensor.clone() for tensor in inputs])
-            with preserved(self.whole, draws=()) as guard, state_kept(recorded), torch.no_grad():
-                with guard.watching(), perturbed():
-                    result = self.whole(*args)
-                moved.append([tensor.detach().clone() for tensor in flatten(result, what="output")[0]])
-                names = [f"gradient of {name}" for name in result[2]]
-        outputs = len(moved[0]) - 1 - len(names)
-        return moved, ["loss", *["output"] * outputs, *names]
-
     def rewinding(self) -> Callable[[], None]:
         """Return a function that puts parameters, buffers and optimizer state back to what they are now."""
         live = [one.detach() for one in (*self.whole.parameters(), *self.whole.buffers())]
@@ -322,47 +285,8 @@ class Training:
         optimizer = self.eager.optimizer
         return self._run(run, None if optimizer is None else _copied(optimizer, swap), trained)
 
-    def wrong_update(self, run: Callable[[], tuple[Any, Any, Mapping[str, torch.Tensor]]]) -> str:
-        """Say how a replay's update is not what the optimizer makes of its gradients; nothing if it is.
-
-        To be called where state is kept. The difference allowed is a thousandth of the update, and rounding. With a
-        scaler, gradients that are not finite must change nothing.
-        """
-        if self._optimizer is None:
-            return ""
-        trained, own = self.whole.trained(), _copied(self._optimizer)
-        before = {name: one.detach().clone() for name, one in trained.items()}
-        gradients = {name: one.clone() for name, one in run()[2].items()}
-        after = {name: one.detach().clone() for name, one in trained.items()}
-        with torch.no_grad(), self.gradients_kept():
-            for name, one in trained.items():
-                one.copy_(before[name])
-            for name, one in trained.items():
-                gradient = gradients.get(name)
-                one.grad = None if gradient is None else with_strides_of(one, gradient)  # as fused optimizers need it
-            if self.whole.scaler is None or all(bool(one.isfinite().all()) for one in gradients.values()):
-                own.step()
-        worst, where = 0.0, ""
-        for name, one in trained.items():
-            if not one.is_floating_point():
-                continue
-            expected, start = one.detach().double(), before[name].double()
-            rounding = _UPDATE_ROUNDINGS * torch.finfo(one.dtype).eps * start.norm()
-            allowed = _UPDATE_TOLERANCE * (expected - start).norm() + rounding
-            off = float((after[name].double() - expected).norm() / allowed) if float(allowed) else 0.0
-            if not off <= max(worst, 1.0):
-                worst, where = off, name
-        return f"the update of {where} is not what the optimizer makes of its gradient" if where else ""
-
 
 def _require_step_options(model: torch.nn.Module, optimizer: Any, scaler: Any, clip_grad_norm: Any) -> None:
-    trained = ((name, one) for name, one in model.named_parameters() if one.requires_grad)
-    half = next((name for name, one in trained if one.dtype == torch.float16), "")
-    if half and scaler is not None and scaler.is_enabled():
-        raise InputError(
-            f"{half} is float16, whose gradients a torch.amp.GradScaler does not unscale",
-            fix="keep weights in float32, with autocast=torch.float16",
-        )
     held = [id(one) for group in getattr(optimizer, "param_groups", ()) for one in group["params"]]
     if held and {id(one) for one in model.parameters()}.isdisjoint(held):
         raise InputError(
@@ -379,16 +303,12 @@ def _as_inputs(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str,
         return tuple(args)
     if not args:
         return dict(kwargs)
-    signature = inspect.signature(model.forward)
-    bound = signature.bind(*args, **kwargs)
-    kinds = {signature.parameters[name].kind for name in bound.arguments}
-    if kinds - {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD}:
+    positional = list(inspect.signature(model.forward).parameters.values())[: len(args)]
+    if len(positional) < len(args) or any(one.kind is not one.POSITIONAL_OR_KEYWORD for one in positional):
         raise InputError(
             "positional inputs without names, and keyword inputs beside", fix="pass all by name, in kwargs"
         )
-    more = next((name for name, one in signature.parameters.items() if one.kind is one.VAR_KEYWORD), "")
-    named = dict(bound.arguments)
-    return named | named.pop(more, {}) if more else named
+    return {one.name: value for one, value in zip(positional, args, strict=True)} | dict(kwargs)
 
 
 def _without_gradients(arguments: tuple[Any, Any]) -> tuple[Any, Any]:

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,26 +29,25 @@ from nimble_core.scheduling.memory_planner import MemoryPlan
 from nimble_core.scheduling.options import Options
 from nimble_core.torch_compat.members import AnyDropout, AnyNorm
 from nimble_core.tracing.pytree import builder
-from nimble_core.tracing.recorded import Recorded, record_static, state_kept, whole_note
+from nimble_core.tracing.recorded import Recorded, record_static, whole_note
 from nimble_core.tracing.signature import Signature
 from nimble_core.utils.errors import NimbleError
 from nimble_core.utils.units import format_ns
-from nimble_core.validation.eager_cases import eager_cases, from_same_state
-from nimble_core.validation.equality import check_equality
+from nimble_core.validation.eager_cases import eager_cases
+from nimble_core.validation.judge import Judge
 from nimble_viz.collect.flops import count_work
 from nimble_viz.collect.overhead import measure_overhead
 from nimble_viz.collect.peers import Peer
 from nimble_viz.collect.progress import Progress
-from nimble_viz.collect.runs import EagerRuns, PeerRuns
+from nimble_viz.collect.runs import EagerRuns, PeerRuns, dtype_name
 from nimble_viz.collect.sources import read_sources
 from nimble_viz.render.report import Report
 from nimble_viz.report.data import EAGER_ALONE, EngineMemory, Memory, OverheadProfile, PeerResult, PrepareStep
 
 if TYPE_CHECKING:
     from nimble_core.runtime.device import Device, Executable
-    from nimble_viz.collect.compare_training import Training
 
-__all__ = ["Comparison", "Findings", "dtype_of", "name_of"]
+__all__ = ["Comparison", "Findings", "dtype_of"]
 
 _PATIENCE_S = 5.0
 """How long to go on measuring while a verdict is open."""
@@ -164,8 +162,9 @@ class Comparison:
         self.executables: dict[str, Executable] = {}
         self.peers: PeerRuns | None = None
         training = eager.training
+        model = training.model if training else eager.model
         self.findings = Findings(
-            name_of(training.model if training else eager.model),
+            getattr(model, "__name__", type(model).__name__),
             dtype_of(eager.model, signature.tensors, training.autocast if training else None),
             environment("cuda" if device.kind == "cuda" else "cpu"),
             warnings=list(training.notes) if training else _mode_notes(eager.model),
@@ -360,30 +359,14 @@ class Comparison:
         found = self.findings
         unchecked = [name for name in self.executables if name not in {check.name for check in found.checks}]
         if unchecked:
-            with progress.step("check equality"):
-                cases = eager_cases(self._recorded)
-                judge = partial(check_equality, lowest=cases.lowest)
-                if self.training:
-                    moved, names = self.training.rounded(self._recorded, cases)
-                    judge = partial(judge, perturbed=moved, names=names)
-                for name in unchecked:  # eager's own kernels: others are checked while they are chosen
-                    replay = from_same_state(self._recorded, self.executables[name].run)
-                    found.checks.append(judge(name, replay, cases.eager))
+            judge = Judge(self.device, self._recorded, truth=False)
+            with progress.step("check equality"):  # eager's own kernels: others are checked while they are chosen
+                for name in unchecked:
+                    found.checks.append(judge.judged(name, self._recorded, self.executables[name]))
+            found.warnings += judge.notes
         if self.training:
-            with progress.step("check updates"):
-                found.warnings += filter(None, [self.training.left_out(self._recorded)])
-                found.checks = [self._with_update(check, self.training) for check in found.checks]
+            found.warnings += filter(None, [self.training.left_out(self._recorded)])
         found.warnings += [f"{check.name}: {check.reason}" for check in found.checks if not check.passed]
-
-    def _with_update(self, check: EqualityCheck, training: Training) -> EqualityCheck:
-        """Fail the check if the parameters after a step are not what the optimizer makes of the gradients."""
-        one = self.executables.get(check.name)
-        if one is None or check.differs:
-            return check
-        build, inputs = self._builder(), self.signature.tensors
-        with state_kept(self._recorded):
-            wrong = training.wrong_update(lambda: build(one.run(inputs)))
-        return replace(check, passed=False, reason=wrong) if wrong else check
 
     def _watch(self, progress: Progress) -> None:
         found, replayed = self.findings, self.findings.replayed
@@ -462,21 +445,12 @@ def _mode_notes(model: Callable[..., Any]) -> list[str]:
     return ["batch norm or dropout is in training mode: model.eval() for inference, or training=True for steps"]
 
 
-def name_of(model: Callable[..., Any]) -> str:
-    """Return the class of a module, or the name of a function."""
-    return type(model).__name__ if isinstance(model, torch.nn.Module) else getattr(model, "__name__", "function")
-
-
 def dtype_of(model: Callable[..., Any], inputs: Sequence[torch.Tensor], cast: torch.dtype | None) -> str:
     """Return the floating-point type of most weights and inputs, and what they are cast to."""
     parameters = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
     elements: Counter[str] = Counter()
     for tensor in [*parameters, *inputs]:
         if tensor.is_floating_point():
-            elements[_short(tensor.dtype)] += tensor.numel()
-    held = elements.most_common(1)[0][0] if elements else _short(inputs[0].dtype)
-    return held if cast is None else f"{held} under {_short(cast)} autocast"
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+            elements[dtype_name(tensor.dtype)] += tensor.numel()
+    held = elements.most_common(1)[0][0] if elements else dtype_name(inputs[0].dtype)
+    return held if cast is None else f"{held} under {dtype_name(cast)} autocast"

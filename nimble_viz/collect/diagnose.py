@@ -15,7 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
+from traceback import walk_stack, walk_tb
 from types import FrameType
 from typing import Any, Never
 
@@ -36,7 +38,7 @@ from nimble_core.tracing.signature import Signature, require_plain
 from nimble_core.tracing.static_check import on_other_values
 from nimble_core.utils.errors import InputError, NimbleError, NotStaticError, first_line
 from nimble_viz.collect.sources import pass_over_machinery, text_of
-from nimble_viz.collect.suggestions import refuse_unknown
+from nimble_viz.collect.suggestions import keyword_inputs, refuse_unknown
 from nimble_viz.render.diagnosis import Blocker, Diagnosis
 
 __all__ = ["diagnose"]
@@ -129,9 +131,7 @@ def diagnose(
     pass_over_machinery()
     require_callable(model)
     require_options(options or Options())
-    if not isinstance(kwargs or {}, Mapping):
-        raise InputError(f"kwargs is a {type(kwargs).__name__}", fix="a dict of the model's keyword inputs")
-    named, name = dict(kwargs or {}), getattr(model, "__name__", type(model).__name__)
+    named, name = keyword_inputs(kwargs), getattr(model, "__name__", type(model).__name__)
     if refused := _refused_inputs(model, args, named):
         return Diagnosis(name, tuple(_of_error(error, "inputs") for error in refused))
     with preparing(model), requirements_kept(args, named):
@@ -198,7 +198,8 @@ class _Found:
             self._add(_of_error(error))
         except Exception as error:
             what = f"the model itself fails on these inputs: {type(error).__name__}: {first_line(error)}"
-            fix, place = "call the model by itself until it runs: model(*inputs)", self._place(_innermost(error))
+            *_, (frame, _) = walk_tb(error.__traceback__)
+            fix, place = "call the model by itself until it runs: model(*inputs)", self._place(frame)
             return [Blocker("error-in-eager", "", what, fix, **place)], []
         notes = self._look()
         blockers = list(self.met.values())
@@ -288,12 +289,10 @@ class _Found:
                 fix = f"self.register_buffer({name!r}, torch.tensor(0)), and self.{name}.add_(1) in place"
                 self._add(Blocker("attribute-that-changes", f"self.{name}", what, fix, module, **_assigned(part, name)))
 
-    def _place(self, frame: FrameType | None) -> dict[str, Any]:
+    def _place(self, frame: FrameType) -> dict[str, Any]:
         """Return module, file, line and code of the user's innermost line, and the library line it leads to."""
-        frames: list[FrameType] = []
-        while frame is not None and frame.f_code not in _RUNS:
-            frames.append(frame)
-            frame = frame.f_back
+        around = (one for one, _ in walk_stack(frame))
+        frames = list(takewhile(lambda one: one.f_code not in _RUNS, around))
         outside = [one for one in frames if not one.f_code.co_filename.startswith(_TORCH)]
         own = [one for one in outside if not one.f_code.co_filename.startswith(_LIBRARIES)]
         own = own or [one for one in outside if one.f_code.co_filename in self._own] or outside or frames
@@ -322,13 +321,6 @@ def _assigned(part: object, name: str) -> dict[str, Any]:
                     file, mark = label_of(method.__code__.co_filename), (found.start(), len(code))
                     return {"file": file, "line": number, "code": code, "mark": mark}
     return {}
-
-
-def _innermost(error: BaseException) -> FrameType | None:
-    at = error.__traceback__
-    while at is not None and at.tb_next is not None:
-        at = at.tb_next
-    return at and at.tb_frame
 
 
 def _called(func: Any, name: str) -> str:

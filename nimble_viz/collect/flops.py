@@ -21,82 +21,23 @@ from nimble_viz.report.data import Work
 
 __all__ = ["call_flops", "count_work", "shared_flops"]
 
-_MOVES = frozenset(
-    [
-        "_assert_async",
-        "_copy_from",
-        "_foreach_copy",
-        "_foreach_zero",
-        "_to_copy",
-        "_unsafe_index",
-        "_unsafe_index_put",
-        "_unsafe_masked_index",
-        "arange",
-        "bernoulli",
-        "cat",
-        "clone",
-        "constant_pad_nd",
-        "copy",
-        "embedding",
-        "embedding_dense_backward",
-        "empty",
-        "expand",
-        "eye",
-        "fill",
-        "flip",
-        "full",
-        "full_like",
-        "gather",
-        "index",
-        "index_add",
-        "index_copy",
-        "index_fill",
-        "index_put",
-        "index_select",
-        "lift_fresh_copy",
-        "masked_fill",
-        "masked_scatter",
-        "masked_select",
-        "native_dropout",
-        "nonzero",
-        "normal",
-        "one_hot",
-        "ones",
-        "ones_like",
-        "pixel_shuffle",
-        "pixel_unshuffle",
-        "rand",
-        "rand_like",
-        "randint",
-        "randn",
-        "randn_like",
-        "random",
-        "reflection_pad1d",
-        "reflection_pad2d",
-        "repeat",
-        "replication_pad1d",
-        "replication_pad2d",
-        "roll",
-        "scalar_tensor",
-        "scatter",
-        "select_backward",
-        "select_scatter",
-        "slice_backward",
-        "slice_scatter",
-        "split_with_sizes_copy",
-        "stack",
-        "tril",
-        "triu",
-        "unfold_backward",
-        "uniform",
-        "zero",
-        "zeros",
-        "zeros_like",
-    ]
-)
+_MOVES = frozenset([
+    "_assert_async", "_copy_from", "_foreach_copy", "_foreach_zero", "_to_copy", "_unsafe_index",
+    "_unsafe_index_put", "_unsafe_masked_index", "arange", "bernoulli", "cat", "clone", "constant_pad_nd", "copy",
+    "embedding", "embedding_dense_backward", "empty", "expand", "eye", "fill", "flip", "full", "full_like",
+    "gather", "index", "index_add", "index_copy", "index_fill", "index_put", "index_select", "lift_fresh_copy",
+    "masked_fill", "masked_scatter", "masked_select", "native_dropout", "nonzero", "normal", "one_hot", "ones",
+    "ones_like", "pixel_shuffle", "pixel_unshuffle", "rand", "rand_like", "randint", "randn", "randn_like",
+    "random", "reflection_pad1d", "reflection_pad2d", "repeat", "replication_pad1d", "replication_pad2d", "roll",
+    "scalar_tensor", "scatter", "select_backward", "select_scatter", "slice_backward", "slice_scatter",
+    "split_with_sizes_copy", "stack", "tril", "triu", "unfold_backward", "uniform", "zero", "zeros", "zeros_like",
+])  # fmt: skip
 """Operators that move, make up or draw numbers."""
 
 _PER_ELEMENT = {
+    **dict.fromkeys(_MOVES, 0),
+    **dict.fromkeys(("all", "amax", "amin", "any", "argmax", "argmin", "max", "mean", "min", "norm", "prod", "std"), 1),
+    **dict.fromkeys(("std_mean", "sum", "var", "var_mean"), 1),
     **dict.fromkeys(("_softmax", "_log_softmax"), 5),
     **dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), 4),
     **dict.fromkeys(("_native_batch_norm_legit_no_training", "cudnn_batch_norm", "miopen_batch_norm"), 4),
@@ -114,27 +55,6 @@ _PER_ELEMENT = {
     **dict.fromkeys(("_fused_adam", "_fused_adamw"), 12),
 }
 """Operations for each element of the largest tensor, counted as written out; a root counts as one."""
-
-_REDUCTIONS = frozenset(
-    [
-        "all",
-        "amax",
-        "amin",
-        "any",
-        "argmax",
-        "argmin",
-        "max",
-        "mean",
-        "min",
-        "norm",
-        "prod",
-        "std",
-        "std_mean",
-        "sum",
-        "var",
-        "var_mean",
-    ]
-)
 
 _Formula = Callable[[Sequence[Any], Any], int]
 
@@ -239,8 +159,6 @@ def _flops(step: Step, tensors: Mapping[int, torch.Tensor]) -> tuple[int | None,
             return int(flop_counter.flop_registry[packet](*args, **kwargs, out_val=out)), True
         except (AssertionError, AttributeError, LookupError, RuntimeError, StopIteration, TypeError, ValueError):
             return None, False  # called in a way that the formula does not know: a nested tensor, say
-    if name in _MOVES:
-        return 0, False
     touched = [*outputs, *flat_tensors([*args, *kwargs.values()])]
     largest = max((prod(tensor.shape) for tensor in touched), default=0)
     tags = getattr(step.func, "tags", ())
@@ -251,4 +169,4 @@ def _flops(step: Step, tensors: Mapping[int, torch.Tensor]) -> tuple[int | None,
         return sum(tensor.numel() for tensor in flat_tensors(args[0])), False
     if torch.Tag.pointwise in tags:
         return max((tensor.numel() for tensor in outputs), default=0), False
-    return (largest if name in _REDUCTIONS else None), False
+    return None, False

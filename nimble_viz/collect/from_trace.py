@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,8 +22,9 @@ from nimble_viz.collect.matched_trace import Forest, MatchedTrace, eager_timelin
 from nimble_viz.collect.overhead import iteration_bound, overhead_profile
 from nimble_viz.render.report import Report
 from nimble_viz.report.data import INPUT, Sampling, Stage
-from nimble_viz.traces.chrome import MAX_BYTES, Frame, Recording, read_trace
-from nimble_viz.traces.events import OperatorEvent, Trace, is_launch, outer_first
+from nimble_viz.traces.chrome import MAX_BYTES, Recording, read_trace
+from nimble_viz.traces.events import HostEvent, Trace, is_launch, outer_first
+from nimble_viz.traces.profiler import exported
 
 __all__ = ["from_trace", "make_report", "observed"]
 
@@ -55,19 +55,16 @@ def from_trace(source: str | os.PathLike[str] | _Profiler, *, max_bytes: int = M
     if isinstance(source, str | os.PathLike):
         recording, subject = read_trace(source, max_bytes=max_bytes), Path(source).name
     else:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            try:
-                source.export_chrome_trace(str(path))
-            except (AssertionError, AttributeError, RuntimeError) as error:  # Kineto gives its trace away once
-                if "already saved" in str(error):
-                    raise InputError(
-                        "the trace of this profiler has been exported before", fix="give that file to from_trace"
-                    ) from error
+        try:
+            recording, subject = exported(source, max_bytes), "torch.profiler"
+        except (AssertionError, AttributeError, RuntimeError) as error:  # Kineto gives its trace away once
+            if "already saved" in str(error):
                 raise InputError(
-                    f"a {type(source).__name__} gave no trace: {error}", fix="give a torch.profiler that has stopped"
+                    "the trace of this profiler has been exported before", fix="give that file to from_trace"
                 ) from error
-            recording, subject = read_trace(path, max_bytes=max_bytes), "torch.profiler"
+            raise InputError(
+                f"a {type(source).__name__} gave no trace: {error}", fix="give a torch.profiler that has stopped"
+            ) from error
     settings = dict(recording.settings)
     where = Environment(
         device=recording.device,
@@ -101,7 +98,7 @@ def make_report(
     ``timed`` are iterations without the profiler, ``loader_ns`` the wait in those (-1: not timed), and ``origins`` what
     one further iteration dispatched, in order. All else is as ``Sampling`` says.
     """
-    trace, found = one_iteration(recording, iteration)
+    trace, iteration = one_iteration(recording, iteration)
     what = observed(trace, recording.frames, origins, recording.backward_of)
     program, trace = what.program, what.trace
     profile = overhead_profile(what, timed.median_ns if timed else 0.0)
@@ -125,10 +122,10 @@ def make_report(
         warnings=tuple(warnings),
         sampling=Sampling(
             subject=subject,
-            iteration=found.what,
-            seen=seen or len(found.windows),
+            iteration=iteration,
+            seen=seen or len(trace.iterations_ns),
             timed=len(timed.samples_ns) if timed else 0,
-            profiled=len(found.windows),
+            profiled=len(trace.iterations_ns),
             bound=iteration_bound(trace, profile),
             loader_ns=loader_ns,
         ),
@@ -149,7 +146,7 @@ _NO_CALLS = re.compile(
 
 def observed(
     trace: Trace,
-    frames: Sequence[Frame] = (),
+    frames: Sequence[HostEvent] = (),
     seen: Sequence[Origin] = (),
     backward_of: Mapping[tuple[int, int], tuple[int, int]] | None = None,
 ) -> MatchedTrace:
@@ -192,7 +189,7 @@ def _calls(trace: Trace, forest: Forest) -> list[int]:
         if is_launch(call.name):
             launches.setdefault(call.thread, []).append(call.start_ns)
 
-    def launched(event: OperatorEvent) -> bool:
+    def launched(event: HostEvent) -> bool:
         at = launches.get(event.thread, [])
         return bisect_left(at, event.start_ns) < bisect_left(at, event.end_ns)
 
@@ -230,7 +227,7 @@ def _with_orphans(trace: Trace) -> Trace:
     for kernel in trace.kernels:
         names.setdefault(kernel.correlation, kernel.name)
     orphans = [
-        OperatorEvent(
+        HostEvent(
             event.name if "Graph" in event.name else names.get(event.correlation, event.name),
             event.start_ns, event.end_ns, event.thread,
         )
@@ -280,33 +277,27 @@ def _forward_calls(
 class _Running:
     """Knows which Python functions and modules were running when."""
 
-    def __init__(self, frames: Sequence[Frame]) -> None:
-        self.by_thread: dict[int, list[Frame]] = {}
-        self.parents: dict[int, list[int]] = {}
-        for frame in frames:  # sorted by start, outer first
-            own = self.by_thread.setdefault(frame.thread, [])
-            parents = self.parents.setdefault(frame.thread, [])
-            around = len(own) - 1
-            while around >= 0 and own[around].end_ns < frame.end_ns:
-                around = parents[around]
-            own.append(frame)
-            parents.append(around)
-        self.starts = {thread: [frame.start_ns for frame in own] for thread, own in self.by_thread.items()}
+    def __init__(self, frames: Sequence[HostEvent]) -> None:
+        self.forest = Forest.of(frames)
+        self.positions: dict[int, list[int]] = {}
+        for position, frame in enumerate(self.forest.events):
+            self.positions.setdefault(frame.thread, []).append(position)
 
-    def origin(self, operator: str, event: OperatorEvent) -> Origin:
+    def origin(self, operator: str, event: HostEvent) -> Origin:
         """Return the modules around ``event``, and file and line of the innermost function outside torch."""
-        own = self.by_thread.get(event.thread, [])
-        at = bisect_right(self.starts.get(event.thread, []), event.start_ns) - 1
+        frames, own = self.forest.events, self.positions.get(event.thread, [])
+        before = bisect_right(own, event.start_ns, key=lambda position: frames[position].start_ns)
+        at = own[before - 1] if before else -1
         modules: list[str] = []
         file, line = "", 0
         while at >= 0:
-            frame = own[at]
+            frame = frames[at]
             if frame.end_ns >= event.end_ns:
                 if frame.name.startswith("nn.Module: "):
                     modules.append(frame.name.removeprefix("nn.Module: "))
                 elif not file:
                     file, line = _place(frame.name)
-            at = self.parents[event.thread][at]
+            at = self.forest.parents[at]
         return Origin(operator, ".".join(reversed(modules)), file, line)
 
 

@@ -11,7 +11,7 @@ from nimble_core.ir.program import Program
 from nimble_viz.analysis.intervals import covers, union
 from nimble_viz.collect.matched_trace import Forest, MatchedTrace
 from nimble_viz.report.data import HostSync, Stage
-from nimble_viz.traces.events import PRINT, RuntimeEvent, Trace, is_launch, is_synchronisation
+from nimble_viz.traces.events import PRINT, HostEvent, Trace, is_launch, is_synchronisation
 
 __all__ = ["blocking_copies", "host_syncs"]
 
@@ -56,11 +56,11 @@ def _waits(trace: Trace, forest: Forest) -> Iterator[tuple[int, int, str]]:
     printed (it is read value by value), and a copy that the host waits for count once, whatever the runtime does
     inside. A copy is named after itself (``"Memcpy DtoH (Device -> Pageable)"``).
     """
-    reads = list(_reads_on_host(trace, forest) if trace.device == "cpu" else _reads_on_gpu(trace, forest))
+    reads = list(_reads(trace, forest))
     yield from ((start, start + lasted, _PRINTING if kind == PRINT else kind) for start, _, lasted, kind in reads)
     inside = union((start, end) for start, end, _, _ in reads)
     copies, blocking = _copies(trace, forest), blocking_copies(trace)
-    waited_in: dict[int, list[RuntimeEvent]] = defaultdict(list)
+    waited_in: dict[int, list[HostEvent]] = defaultdict(list)
     for event in _runtime_waits(trace):
         if covers(inside, event.start_ns):
             continue
@@ -73,22 +73,21 @@ def _waits(trace: Trace, forest: Forest) -> Iterator[tuple[int, int, str]]:
         yield own[0].start_ns, own[0].start_ns + sum(one.end_ns - one.start_ns for one in own), copies[copy][2]
 
 
-def _reads_on_gpu(trace: Trace, forest: Forest) -> Iterator[tuple[int, int, int, str]]:
-    """Yield ``(start, end, waited, kind)`` of operators in which the host waited: not where the value was there."""
-    waited = [(event.start_ns, event.end_ns) for event in _runtime_waits(trace)]
-    for start, end, kind in _outermost(forest, (PRINT, *_HOST_READS, *_DATA_DEPENDENT)):
+def _reads(trace: Trace, forest: Forest) -> Iterator[tuple[int, int, int, str]]:
+    """Yield ``(start, end, waited, kind)`` of operators in which the host waited: not where the value was there.
+
+    On the host these are reads of values, which would wait on a GPU; not the optimizer's, which read host counters.
+    """
+    names: tuple[str, ...] = _HOST_READS
+    if trace.device == "cpu":
+        waited = sorted((start, end) for start, end, _ in _outermost(forest, names))
+        counters = sorted((start, end) for name, start, end in trace.phases if name == "optimizer")
+    else:
+        names, counters = (*names, *_DATA_DEPENDENT), []
+        waited = [(event.start_ns, event.end_ns) for event in _runtime_waits(trace)]
+    for start, end, kind in _outermost(forest, (PRINT, *names)):
         lasted = _lengths_within(waited, start, end)
-        if lasted:  # all of a read is a wait; of printing, the rest is Python that makes text
-            yield start, end, sum(lasted) if kind == PRINT else end - start, kind
-
-
-def _reads_on_host(trace: Trace, forest: Forest) -> Iterator[tuple[int, int, int, str]]:
-    """Yield reads of values, which would wait on a GPU; not the optimizer's, which read host counters."""
-    read = sorted((start, end) for start, end, _ in _outermost(forest, _HOST_READS))
-    counters = sorted((start, end) for name, start, end in trace.phases if name == "optimizer")
-    for start, end, kind in _outermost(forest, (PRINT, *_HOST_READS)):
-        lasted = _lengths_within(read, start, end)
-        if lasted and not covers(counters, start):
+        if lasted and not covers(counters, start):  # all of a read is a wait; of printing, the rest makes text
             yield start, end, sum(lasted) if kind == PRINT else end - start, kind
 
 
@@ -97,7 +96,7 @@ def _lengths_within(intervals: Sequence[tuple[int, int]], start: int, end: int) 
     return [b - a for a, b in intervals[bisect_left(intervals, (start, 0)) : bisect_left(intervals, (end, 0))]]
 
 
-def _runtime_waits(trace: Trace) -> list[RuntimeEvent]:
+def _runtime_waits(trace: Trace) -> list[HostEvent]:
     """Return calls of the runtime in which the host waits, sorted."""
     blocking = blocking_copies(trace)
     waits = (event for event in trace.runtime if is_synchronisation(event.name) or event.correlation in blocking)

@@ -1,60 +1,80 @@
-"""Find the iterations in a recording of torch's profiler, and keep the one of median length. Pure."""
+"""Find the iterations in a recording of torch's profiler, and keep the one of median length.
+
+Pure but for ``profile_eager``, which records.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from statistics import median
+from typing import Literal, get_args
 
+from nimble_core.ir.program import Phase
 from nimble_core.utils.errors import ReportFileError
 from nimble_viz.analysis.intervals import covers, union
 from nimble_viz.report.data import Stage
 from nimble_viz.traces.chrome import Recording
 from nimble_viz.traces.events import (
     CALIBRATION,
-    PRINT,
+    PHASE,
     RUN,
+    TICK,
     DeviceEvent,
-    OperatorEvent,
-    RawEvent,
-    RuntimeEvent,
+    HostEvent,
     Trace,
     floor_of,
-    is_runtime,
-    kind_of,
     lost_launches,
     outer_first,
 )
+from nimble_viz.traces.profiler import Profiled
 
-__all__ = ["LOADER", "TICK", "Iterations", "one_iteration"]
-
-TICK = "nimble.tick"
-"""Annotation between two iterations, where somebody said what an iteration is."""
+__all__ = ["LOADER", "one_iteration", "profile_eager"]
 
 LOADER = "enumerate(DataLoader)#"
 """What torch's annotation of the wait for a batch begins with."""
 
 _OPTIMIZER = ("Optimizer.step#", "Optimizer.zero_grad#")
 _STEP = "ProfilerStep#"
+_WARM_UPS, _ITERATIONS = 2, 3
 _ENGINE = "autograd::engine::evaluate_function"
 _COPIES = ("aten::to", "aten::_to_copy", "aten::copy_", "aten::pin_memory")
 _TRIVIAL = ("aten::as_strided", "aten::view", "aten::transpose", "aten::expand", "aten::detach")
 
 
-@dataclass(frozen=True, slots=True)
-class Iterations:
-    """How the iterations of a recording were found: in words, their ``(start, end)`` in ns, and which is shown."""
+def profile_eager(
+    run: Callable[[], object], *, device: Literal["cuda", "cpu"], synchronize: Callable[[], object]
+) -> Trace:
+    """Run ``run`` under the profiler, five times, and return its iteration of median length, or raise DeviceError.
 
-    what: str
-    windows: tuple[tuple[int, int], ...]
-    chosen: int
+    ``synchronize`` waits until the device is idle; it is called after every run, inside the iteration and outside
+    what counts as the model's own. The first two runs warm up.
+    """
+    import torch
+
+    profiled = Profiled(cuda=device == "cuda")
+    try:
+        profiled.start()
+        for iteration in range(_WARM_UPS + _ITERATIONS):
+            if iteration >= _WARM_UPS:
+                profiled.tick()
+            with torch.profiler.record_function(RUN):
+                run()
+            synchronize()
+        profiled.tick()
+    finally:
+        profiled.end()
+    trace, _ = one_iteration(replace(profiled.recording(), device=device))
+    if device == "cuda" and not trace.kernels:
+        return replace(trace, warnings=(*trace.warnings, "the profiler saw no device event"))
+    return trace
 
 
-def one_iteration(recording: Recording, what: str = "") -> tuple[Trace, Iterations]:
-    """Keep the iteration of median length. O(n log n).
+def one_iteration(recording: Recording, what: str = "") -> tuple[Trace, str]:
+    """Keep the iteration of median length, and say in words what it is. O(n log n).
 
     Iterations are the first of these that there are: what lies between ``nimble.tick`` marks (``what`` says what that
     is), the profiler's own steps, batches of the data loader, steps of the optimizer, the whole. Device events count if
@@ -64,70 +84,58 @@ def one_iteration(recording: Recording, what: str = "") -> tuple[Trace, Iteratio
     Raises:
         ReportFileError: no operator ran.
     """
-    calibrations = [event for event in recording.events if event.annotation and event.name == CALIBRATION]
-    apart = union((event.start_ns, event.end_ns) for event in calibrations)
-    events = [event for event in recording.events if not covers(apart, event.start_ns)]
-    host = [event for event in events if not event.on_device and (not event.annotation or event.name == PRINT)]
-    marks = [event for event in events if event.annotation]
-    operators = [event for event in host if not is_runtime(event.name)]
-    if not operators and not any(event.on_device for event in events):
+    calibrations = [mark for mark in recording.marks if mark.name == CALIBRATION]
+    apart = union((mark.start_ns, mark.end_ns) for mark in calibrations)
+    operators, runtime, marks = (
+        [event for event in events if not covers(apart, event.start_ns)]
+        for events in (recording.operators, recording.runtime, recording.marks)
+    )
+    if not operators and not recording.kernels:
         raise ReportFileError("no operator ran while it was recorded", fix="profile code that runs torch operators")
-    found = _iterations(events, marks, what, recording.device)
-    start, end = found.windows[found.chosen]
+    what, windows = _iterations([*operators, *runtime, *marks, *recording.kernels], marks, what, recording.device)
+    start, end = sorted(windows, key=lambda window: window[1] - window[0])[(len(windows) - 1) // 2]
     engine = {event.thread for event in operators if event.name.startswith(_ENGINE)}
     main = _main_thread(operators, marks, engine)
     ran = [mark.end_ns for mark in marks if mark.name == RUN and start <= mark.start_ns < end]
     run_end = min(max(ran, default=end), end)
-    inside = [event for event in host if start <= event.start_ns < run_end]
     loader = union([(event.start_ns, event.end_ns) for event in marks if event.name.startswith(LOADER)])
-    mine = [event for event in inside if event.thread in {main, *engine} and not covers(loader, event.start_ns)]
-    runtime, kernels = _runtime_events(mine), _device_events(events, mine, start, end)
+
+    def of_the_loop(events: Sequence[HostEvent]) -> list[HostEvent]:
+        inside = (event for event in events if start <= event.start_ns < run_end)
+        return [one for one in inside if one.thread in {main, *engine} and not covers(loader, one.start_ns)]
+
+    launches = tuple(of_the_loop(runtime))
+    launched = {event.correlation for event in launches if event.correlation}
+    kernels = tuple(
+        event
+        for event in recording.kernels
+        if event.correlation in launched or (event.start_ns < end and event.end_ns > start)
+    )
     trace = Trace(
         device=recording.device,
         start_ns=start,
         run_end_ns=run_end,
         end_ns=end,
-        operators=outer_first(
-            OperatorEvent(event.name, event.start_ns, event.end_ns, event.thread, event.correlation)
-            for event in mine
-            if not is_runtime(event.name)
-        ),
-        runtime=runtime,
+        operators=outer_first(of_the_loop(operators)),
+        runtime=launches,
         kernels=kernels,
-        iterations_ns=tuple(until - since for since, until in found.windows),
+        iterations_ns=tuple(until - since for since, until in windows),
     )
-    lost = lost_launches(runtime, kernels) if recording.device == "cuda" else ""
+    lost = lost_launches(launches, kernels) if recording.device == "cuda" else ""
+    others = [one for one in operators if start <= one.start_ns < run_end and one.thread not in {main, *engine}]
     return replace(
         trace,
-        floor_ns=floor_of(recording.events, calibrations) or _views_ns(trace),
-        phases=tuple(_stages(trace, main, [mark for mark in marks if mark.thread == main])),
-        warnings=(*recording.warnings, *_left_out(inside, main, engine), *([lost] if lost else [])),
-    ), found
+        floor_ns=floor_of(recording.operators, calibrations) or _views_ns(trace),
+        phases=tuple(_told(trace, marks) or _stages(trace, main, [mark for mark in marks if mark.thread == main])),
+        warnings=(*recording.warnings, *_left_out(others), *([lost] if lost else [])),
+    ), what
 
 
-def _runtime_events(events: Sequence[RawEvent]) -> tuple[RuntimeEvent, ...]:
-    return tuple(
-        RuntimeEvent(event.name, event.start_ns, event.end_ns, event.thread, event.correlation)
-        for event in events
-        if is_runtime(event.name)
-    )
+def _iterations(
+    events: Sequence[HostEvent | DeviceEvent], marks: Sequence[HostEvent], what: str, device: str
+) -> tuple[str, list[tuple[int, int]]]:
+    """Say how iterations were found, and return their starts and ends in ns."""
 
-
-def _device_events(
-    events: Sequence[RawEvent], mine: Sequence[RawEvent], start: int, end: int
-) -> tuple[DeviceEvent, ...]:
-    """Return device events that ran in the window, or that ``mine`` launched."""
-    launched = {event.correlation for event in mine if is_runtime(event.name) and event.correlation}
-    return tuple(
-        DeviceEvent(
-            event.name, kind_of(event.name), event.start_ns, event.end_ns, event.stream, event.correlation, event.linked
-        )
-        for event in events
-        if event.on_device and (event.correlation in launched or (event.start_ns < end and event.end_ns > start))
-    )
-
-
-def _iterations(events: Sequence[RawEvent], marks: Sequence[RawEvent], what: str, device: str) -> Iterations:
     def between(prefix: str | tuple[str, ...]) -> list[tuple[int, int]]:
         """Return the spans from start to start of the most frequent annotation that begins so."""
         named = [mark for mark in marks if mark.name.startswith(prefix)]
@@ -154,12 +162,10 @@ def _iterations(events: Sequence[RawEvent], marks: Sequence[RawEvent], what: str
         ("the whole recording", [(whole[0], max(whole[1], whole[0] + 1))]),
     )
     name, windows = next((name, windows) for name, windows in ways if any(end > start for start, end in windows))
-    windows = [window for window in windows if window[1] > window[0]]
-    by_length = sorted(range(len(windows)), key=lambda i: windows[i][1] - windows[i][0])
-    return Iterations(name, tuple(windows), by_length[(len(by_length) - 1) // 2])
+    return name, [window for window in windows if window[1] > window[0]]
 
 
-def _main_thread(operators: Sequence[RawEvent], marks: Sequence[RawEvent], engine: set[int]) -> int:
+def _main_thread(operators: Sequence[HostEvent], marks: Sequence[HostEvent], engine: set[int]) -> int:
     """Return the thread that runs the loop: that of the marks that only a loop makes, else the busiest."""
     telling = Counter(mark.thread for mark in marks if mark.name.startswith((TICK, _STEP, LOADER, *_OPTIMIZER)))
     busy = Counter(event.thread for event in operators if event.thread not in engine)
@@ -167,14 +173,23 @@ def _main_thread(operators: Sequence[RawEvent], marks: Sequence[RawEvent], engin
     return counts.most_common(1)[0][0] if counts else 0
 
 
-def _left_out(inside: Sequence[RawEvent], main: int, engine: set[int]) -> Iterator[str]:
-    others = [event for event in inside if event.thread not in {main, *engine} and not is_runtime(event.name)]
+def _left_out(others: Sequence[HostEvent]) -> Iterator[str]:
     if others:
         threads = len({event.thread for event in others})
         yield f"{len(others)} operators of {threads} other threads (not the loop's, not autograd's) are left out"
 
 
-def _stages(trace: Trace, main: int, marks: Sequence[RawEvent]) -> Iterator[tuple[Stage, int, int]]:
+def _told(trace: Trace, marks: Sequence[HostEvent]) -> list[tuple[Stage, int, int]]:
+    """Return the phases that a training step of ours marks."""
+    names: dict[str, Phase] = {f"{PHASE}{one}": one for one in get_args(Phase)}
+    return [
+        (names[mark.name], mark.start_ns, mark.end_ns)
+        for mark in marks
+        if mark.name in names and trace.start_ns <= mark.start_ns < trace.end_ns
+    ]
+
+
+def _stages(trace: Trace, main: int, marks: Sequence[HostEvent]) -> Iterator[tuple[Stage, int, int]]:
     """Cut the iteration, without gaps, by what it is for; yield nothing if all of it is forward.
 
     Where several fit, the first of loader, copy, optimizer, backward. Backward lasts from one node of autograd to the

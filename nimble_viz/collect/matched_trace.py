@@ -10,7 +10,7 @@ from nimble_core.algorithms.alignment import align
 from nimble_core.ir.program import Program
 from nimble_core.ir.timeline import Lane, Span, Timeline
 from nimble_viz.report.data import OverheadProfile
-from nimble_viz.traces.events import DeviceEvent, OperatorEvent, Trace, outer_first
+from nimble_viz.traces.events import DeviceEvent, HostEvent, Trace, outer_first
 
 __all__ = ["Forest", "MatchedTrace", "eager_timeline", "match_positions"]
 
@@ -22,23 +22,23 @@ class Forest:
     ``ends[i]`` is one past the last operator inside ``i``, ``parents[i]`` the operator directly around it, -1 if none.
     """
 
-    events: tuple[OperatorEvent, ...]
+    events: tuple[HostEvent, ...]
     ends: tuple[int, ...]
     parents: tuple[int, ...]
 
     @staticmethod
-    def of(operators: Sequence[OperatorEvent]) -> Forest:
+    def of(operators: Sequence[HostEvent]) -> Forest:
         """Nest these operators; any order."""
-        trees: list[list[OperatorEvent]] = []
+        trees: list[list[HostEvent]] = []
         open_until: dict[int, int] = {}
-        tree_of: dict[int, list[OperatorEvent]] = {}
+        tree_of: dict[int, list[HostEvent]] = {}
         for event in outer_first(operators):
             if event.start_ns >= open_until.get(event.thread, event.start_ns):
                 trees.append([])
                 tree_of[event.thread] = trees[-1]
                 open_until[event.thread] = event.end_ns
             tree_of[event.thread].append(event)
-        events: list[OperatorEvent] = []
+        events: list[HostEvent] = []
         ends, parents = [0] * len(operators), [-1] * len(operators)
         for tree in trees:
             around: list[int] = []
@@ -176,7 +176,7 @@ def eager_timeline(matched: MatchedTrace, overhead: OverheadProfile) -> Timeline
     )
 
 
-def _shown(forest: Forest, call_of: dict[int, int]) -> Iterator[tuple[OperatorEvent, int | None]]:
+def _shown(forest: Forest, call_of: dict[int, int]) -> Iterator[tuple[HostEvent, int | None]]:
     """Yield matched operators, and the outermost others that hold no matched one."""
     holds = [False] * len(forest.events)
     for event in call_of:
@@ -192,7 +192,7 @@ def _shown(forest: Forest, call_of: dict[int, int]) -> Iterator[tuple[OperatorEv
             at += 1
 
 
-def _span(lane: int, event: OperatorEvent | DeviceEvent, origin_ns: int, call: int | None) -> Span:
+def _span(lane: int, event: HostEvent | DeviceEvent, origin_ns: int, call: int | None) -> Span:
     # The device's clock is mapped to the host's with an error of microseconds: a kernel may seem to start too early.
     start_ns = max(0, event.start_ns - origin_ns)
     return Span(lane, float(start_ns), float(max(start_ns, event.end_ns - origin_ns)), call, event.name)

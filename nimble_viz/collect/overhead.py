@@ -14,10 +14,10 @@ from nimble_core.ir.timeline import Timeline
 from nimble_core.utils.units import format_ns, format_percent
 from nimble_viz.analysis.intervals import covers, union
 from nimble_viz.collect.host_syncs import blocking_copies, host_syncs
+from nimble_viz.collect.iterations import profile_eager
 from nimble_viz.collect.matched_trace import Forest, MatchedTrace, eager_timeline
 from nimble_viz.report.data import INPUT, STAGES, Bound, CallOverhead, DeviceIdle, OverheadProfile, PhaseOverhead
 from nimble_viz.traces.events import PRINT, Trace, is_launch, is_synchronisation
-from nimble_viz.traces.profiler import profile_eager
 
 __all__ = ["device_idle", "iteration_bound", "measure_overhead", "overhead_profile"]
 

@@ -41,18 +41,7 @@ _CAPTURE_WARM_UPS = 3
 
 @runtime_checkable
 class Peer(Protocol):
-    """A way to run a model.
-
-    Example:
-        >>> class Doubled:
-        ...     name = "doubled"
-        ...
-        ...     def prepare(self, model, args, kwargs):
-        ...         return lambda *args, **kwargs: model(*args, **kwargs) * 2
-        >>> run = Doubled().prepare(torch.neg, [torch.ones(2)], {})
-        >>> run(torch.ones(2))
-        tensor([-2., -2.])
-    """
+    """A way to run a model."""
 
     @property
     def name(self) -> str:
@@ -106,11 +95,8 @@ def peer(name: str) -> Peer:
         InputError: there is none; lists those that exist.
     """
     if name in peer_names():
-        if name == "torchscript":
-            return _TorchScript()
-        if name == "cuda-graph":
-            return _CudaGraph()
-        return _EagerTuned() if name == "eager-tuned" else _Compile(name)
+        others: dict[str, Peer] = {one.name: one for one in (_TorchScript(), _CudaGraph(), _EagerTuned())}
+        return others.get(name) or _Compile(name)
     raise InputError(
         f"there is no peer called {name!r}", fix=f"one of {', '.join(peer_names())}; or a Peer of your own"
     )
@@ -232,35 +218,31 @@ class _Compile:
     name: str
 
     def prepare(self, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Run:
-        way, _, freezing = self.name.partition("+")
-        with warnings.catch_warnings():
-            # torch's notices about its own code, and advice on settings, which are the user's.
-            warnings.filterwarnings("ignore", module=r"torch(\.|$)")
-            config, options = INDUCTOR_CONFIG.require(), MODE_OPTIONS.require()(way.partition(":")[2] or "default")
-            if freezing:
-                options = {**options, "freezing": True}
-            # Dynamo asks for freezing too, before the options reach Inductor.
-            with config.patch(freezing=bool(freezing) or config.freezing):
-                return _Compiled(twin_of(model), options, lambda run: run(*args, **kwargs))
+        # Dynamo asks for freezing too, before the options reach Inductor.
+        config, options = INDUCTOR_CONFIG.require(), self._options()
+        with config.patch(freezing=options.get("freezing", config.freezing)):
+            return _Compiled(twin_of(model), options, lambda run: run(*args, **kwargs))
 
     def prepare_training(self, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Run:
-        way, _, freezing = self.name.partition("+")
-        if freezing:
+        options = self._options()
+        if "freezing" in options:
             raise InputError("frozen weights cannot be trained")
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module=r"torch(\.|$)")
-            mode_options = MODE_OPTIONS.require()
 
-            def both(run: Run) -> None:
-                # Not the forward alone: a second one before the first backward is captured, and attention then leaves
-                # its dropout's seed on the device, where a backward that is not captured crashes the process.
-                results = [one for one in flatten(run(*args, **kwargs), what="output")[0] if one.requires_grad]
-                wanted = [one for one in model.parameters() if one.requires_grad]
-                if results and wanted:
-                    with no_autocast(results[0].device.type):
-                        torch.autograd.grad(results, wanted, list(map(torch.ones_like, results)), allow_unused=True)
+        def both(run: Run) -> None:
+            # Not the forward alone: a second one before the first backward is captured, and attention then leaves
+            # its dropout's seed on the device, where a backward that is not captured crashes the process.
+            results = [one for one in flatten(run(*args, **kwargs), what="output")[0] if one.requires_grad]
+            wanted = [one for one in model.parameters() if one.requires_grad]
+            if results and wanted:
+                with no_autocast(results[0].device.type):
+                    torch.autograd.grad(results, wanted, list(map(torch.ones_like, results)), allow_unused=True)
 
-            return _Compiled(model, dict(mode_options(way.partition(":")[2] or "default")), both)
+        return _Compiled(model, options, both)
+
+    def _options(self) -> dict[str, Any]:
+        way, _, freezing = self.name.partition("+")
+        options = dict(MODE_OPTIONS.require()(way.partition(":")[2] or "default"))
+        return options | {"freezing": True} if freezing else options
 
 
 class _Compiled:
@@ -282,7 +264,10 @@ class _Compiled:
             self._mark = torch.compiler.cudagraph_mark_step_begin
         try:
             breaks, skips = sum(counters["graph_break"].values()), counters["inductor"]["cudagraph_skips"]
-            use(self)
+            with warnings.catch_warnings():
+                # torch's notices about its own code, and advice on settings, which are the user's.
+                warnings.filterwarnings("ignore", module=r"torch(\.|$)")
+                use(self)
             breaks = sum(counters["graph_break"].values()) - breaks
             skips = counters["inductor"]["cudagraph_skips"] - skips
         except BaseException:

@@ -15,7 +15,7 @@ from nimble_core.scheduling.verify_schedule import check_schedule
 from nimble_core.utils.errors import InputError
 from nimble_viz.collect.progress import Progress
 from nimble_viz.collect.sources import pass_over_machinery, read_sources
-from nimble_viz.collect.suggestions import refuse_unknown
+from nimble_viz.collect.suggestions import keyword_inputs, refuse_unknown
 from nimble_viz.render.report import Report
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ def plan(
     options = Options() if options is None else options
     require_options(options)
     device, progress = _device(target), Progress()
-    named = _named(model, kwargs)
-    recorded, warnings = _recorded(model, args, named, device, progress)
+    _require_initialised(model)
+    recorded, warnings = _recorded(model, args, keyword_inputs(kwargs), device, progress)
     return _report(recorded, device, options, progress, warnings)
 
 
@@ -98,7 +98,7 @@ def _report(
     recorded: Recorded, device: torch.device, options: Options, progress: Progress, warnings: tuple[str, ...]
 ) -> Report:
     from nimble_core.autotune.capture_pipeline import schedule_by
-    from nimble_viz.collect.comparison import dtype_of, name_of
+    from nimble_viz.collect.comparison import dtype_of
     from nimble_viz.collect.flops import count_work
 
     graph, tensors = recorded.graph, recorded.signature.tensors
@@ -112,7 +112,7 @@ def _report(
     _, path = critical_path(predecessors(graph, meg=True), costs.ns)
     where = replace(environment("cpu"), device=device.type, device_name=f"no device (planned for {device.type})")
     return Report(
-        model=name_of(recorded.model),
+        model=getattr(recorded.model, "__name__", type(recorded.model).__name__),
         dtype=dtype_of(recorded.model, tensors, None),
         batch=int(tensors[0].shape[0]) if tensors[0].dim() else 0,
         environment=where,
@@ -143,18 +143,15 @@ def _device(target: Any) -> torch.device:
     return torch.device(device.type)
 
 
-def _named(model: object, kwargs: object) -> dict[str, Any]:
+def _require_initialised(model: object) -> None:
     import torch
 
     from nimble_core.tracing.recorded import require_callable
     from nimble_core.tracing.signature import require_initialised
 
     require_callable(model)
-    if not isinstance(kwargs or {}, Mapping):
-        raise InputError(f"kwargs is a {type(kwargs).__name__}", fix="a dict of the model's keyword inputs")
     for name, parameter in model.named_parameters() if isinstance(model, torch.nn.Module) else ():
         require_initialised(name, parameter)
-    return dict(kwargs or {})  # type: ignore[call-overload, no-any-return]  # a mapping, as was checked
 
 
 def _stand_in(device: torch.device) -> tuple[torch.device, tuple[str, ...]]:

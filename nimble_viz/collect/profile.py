@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import runpy
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from inspect import isasyncgen, iscoroutine, isgenerator
 from pathlib import Path
 from statistics import median
 from threading import get_ident
@@ -24,14 +22,13 @@ from nimble_core.utils.errors import InputError, ReportFileError
 from nimble_core.utils.interrupts import interrupts_postponed
 from nimble_core.utils.units import format_ns
 from nimble_viz.collect.from_trace import make_report
-from nimble_viz.collect.iterations import LOADER, TICK
+from nimble_viz.collect.iterations import LOADER
 from nimble_viz.collect.sampler import KIND_WORDS, Action, Counts, Kind, Sampler
 from nimble_viz.collect.sources import read_sources
 from nimble_viz.collect.watchers import DispatchOrigins, LoopHooks
 from nimble_viz.render.report import Report
-from nimble_viz.traces.chrome import Recording, read_trace
 from nimble_viz.traces.events import RUN
-from nimble_viz.traces.profiler import Running, calibrate
+from nimble_viz.traces.profiler import Profiled
 
 __all__ = ["Profiling", "profile", "profile_script"]
 
@@ -46,7 +43,7 @@ class Profiling:
     Inside, ``step()`` says that an iteration begins, where neither data loader, optimizer nor module would.
 
     Args:
-        counts: iterations to let go by, to time and to profile.
+        counts: iterations to look at.
         subject: what the report calls it.
         stop: end the process (``SystemExit``) once all was sampled.
         looks_for_loop: False: only ``step()`` says what an iteration is, and nothing is profiled before it is warm.
@@ -57,11 +54,11 @@ class Profiling:
     ) -> None:
         self.subject = subject
         self.sampler = Sampler(counts)
-        self.running: _Session | None = None
+        self.running: Profiled | None = None
         self._stop_when_done, self._looks_for_loop = stop, looks_for_loop
         self._thread = 0
-        self._early: _Session | None = None
-        self._warm: _Session | None = None
+        self._early: Profiled | None = None
+        self._warm: Profiled | None = None
         self._hooks: LoopHooks | None = None
         self._origins = DispatchOrigins()
         self._report: Report | None = None
@@ -108,7 +105,7 @@ class Profiling:
             return self
         try:
             with interrupts_postponed():
-                self._early = self.running = _Session()
+                self._early = self.running = Profiled(cuda=torch.cuda.is_available())
                 self._early.start()
                 self._hooks = LoopHooks(self._tick, self.sampler.waited)
         except BaseException:
@@ -147,7 +144,7 @@ class Profiling:
 
     def _do(self, action: Action) -> None:
         if action == "start":
-            self._warm = self.running = _Session()
+            self._warm = self.running = Profiled(cuda=torch.cuda.is_available())
             self.running.start()
         elif action == "forget":
             self._remove_watchers()
@@ -160,13 +157,13 @@ class Profiling:
                 self.running.tick()
             if action == "stop" or (action == "found" and not self.sampler.counts.at_once):
                 self._stop_session()
+                if self._warm is not None:
+                    self._origins.begin()
 
     def _stop_session(self) -> None:
         if self.running is not None:
             self.running.end()
             self.running = None
-        if self._warm is not None:
-            self._origins.begin()
 
     def _remove_watchers(self) -> None:
         if self._hooks is not None:
@@ -178,9 +175,7 @@ class Profiling:
         """Stop everything that still watches."""
         with interrupts_postponed():
             self._remove_watchers()
-            if self.running is not None:
-                self.running.end()
-                self.running = None
+            self._stop_session()
 
     def _finish(self) -> None:
         sampler = self.sampler
@@ -277,64 +272,10 @@ def profile(
         for _ in range(counts.calls):
             run.step()
             with torch.profiler.record_function(RUN) if run.running else nullcontext():
-                _require_ran(function(*args, **named), name)
+                function(*args, **named)
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()
     return run.report
-
-
-def _require_ran(made: object, name: str) -> None:
-    """Raise InputError if a call made something that is still to be run."""
-    if isgenerator(made) or iscoroutine(made) or isasyncgen(made):
-        if not isasyncgen(made):
-            made.close()
-        raise InputError(
-            f"{name} returned a {type(made).__name__}, and none of it ran",
-            fix=f"profile a function that runs it: profile(lambda: list({name}()))",
-        )
-
-
-class _Session:
-    """One run of ``torch.profiler``, from ``start`` until ``end``."""
-
-    def __init__(self) -> None:
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self.ticks = 0
-        self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
-        self._running = Running()
-        self._started = False
-
-    def start(self) -> None:
-        """Start. Raises DeviceError if another profiler runs or is attached."""
-        with interrupts_postponed():
-            self._running.start(self._profiler, cuda=torch.cuda.is_available())
-            self._started = True
-
-    def tick(self) -> None:
-        """Mark that an iteration begins."""
-        self.ticks += 1
-        with torch.profiler.record_function(TICK):
-            pass
-
-    def end(self) -> None:
-        """Stop, if it runs."""
-        with interrupts_postponed():
-            if not self._started:
-                return
-            self._started = False
-            try:
-                calibrate(torch, torch.profiler.record_function)
-            finally:
-                self._running.stop()
-
-    def recording(self) -> Recording:
-        """Return what was recorded. Raises ReportFileError if nothing was."""
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            self._profiler.export_chrome_trace(str(path))
-            return read_trace(path)
 
 
 def profile_script(
@@ -342,21 +283,14 @@ def profile_script(
 ) -> tuple[Report, int | Exception]:
     """Run a script under ``profile``; return a Report, and its exit code or the error that ended it.
 
-    Args:
-        path: the script; it runs as ``__main__``.
-        arguments: its ``sys.argv[1:]``.
-        counts: iterations to let go by, to time and to profile.
-        stop: end the script once that is done.
+    It runs as ``__main__`` with ``arguments``; with ``stop`` it is ended once ``counts`` are done.
 
     Raises:
-        InputError: no such script, no Python, or it ran no operator. Errors of a script that ran none propagate.
+        InputError: no such script, or it ran no operator. Errors of a script that ran none propagate.
         SystemExit: it ran no operator, and ended with an exit code of its own.
     """
     if not path.is_file():
         raise InputError(f"there is no file {path}", fix="give the path of a Python script, then its arguments")
-    with path.open("rb") as file:
-        if b"\0" in file.read(4096):
-            raise InputError(f"{path} is no Python script", fix=f"if it is a report: python -m nimble_viz show {path}")
     code, complete = 0, True
     run = Profiling(counts, subject=path.name, stop=stop)
     try:

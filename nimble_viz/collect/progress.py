@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from nimble_viz.report.data import PrepareStep
@@ -14,19 +13,10 @@ from nimble_viz.report.data import PrepareStep
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["NotebookProgress", "Progress", "Step", "TerminalProgress", "default_progress"]
+__all__ = ["NotebookProgress", "Progress", "TerminalProgress", "default_progress"]
 
 _REST_S, _SENDING_S = 1.0, 0.05
 """Seconds between two lines of a notebook's progress, and seconds for one to be sent."""
-
-
-@dataclass(slots=True)
-class Step:
-    """A step under way; ``inside`` are the seconds of steps inside it, which are not counted twice."""
-
-    name: str
-    began: float
-    inside: float = 0.0
 
 
 class Progress:
@@ -34,7 +24,8 @@ class Progress:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._open: list[Step] = []
+        self._open: list[str] = []
+        self._inside = 0.0  # seconds of the steps inside the one under way, which are not counted twice
         self._seconds: dict[str, float] = {}
         self._told = ""
 
@@ -45,24 +36,25 @@ class Progress:
         self.finish()
 
     @contextmanager
-    def step(self, name: str) -> Iterator[Step]:
+    def step(self, name: str) -> Iterator[None]:
         """Show ``name`` while the body runs.
 
         A step that raises is kept too. A step inside another one is listed on its own and taken off the outer one,
         so the steps add up to the time spent.
         """
-        step = Step(name, self._clock())
-        self._open.append(step)
+        began, around = self._clock(), self._inside
+        self._inside = 0.0
+        self._open.append(name)
         self._show(self._line(name))
         try:
-            yield step
+            yield
         finally:
             self._open.pop()
-            took = self._clock() - step.began
-            self._seconds[name] = self._seconds.get(name, 0.0) + took - step.inside
+            took = self._clock() - began
+            self._seconds[name] = self._seconds.get(name, 0.0) + took - self._inside
+            self._inside = around + took
             if self._open:
-                self._open[-1].inside += took
-                self._show(self._line(self._open[-1].name))
+                self._show(self._line(self._open[-1]))
 
     @property
     def steps(self) -> tuple[PrepareStep, ...]:
@@ -141,7 +133,7 @@ class NotebookProgress(Progress):
         """
         if self._clock() - self._shown < _REST_S:
             return
-        name = self._open[-1].name if self._open else ""
+        name = self._open[-1] if self._open else ""
         self._show(self._line(f"{name} {done}/{total}"))
         time.sleep(_SENDING_S)
 

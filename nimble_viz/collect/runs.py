@@ -14,7 +14,7 @@ from nimble_core.tracing.pytree import Structure, builder, flatten, leaf_paths, 
 from nimble_core.tracing.recorded import Recorded, state_kept
 from nimble_core.tracing.recording import rewinding
 from nimble_core.tracing.side_effects import Guard, preserved
-from nimble_core.utils.errors import NimbleError
+from nimble_core.utils.errors import NimbleError, first_line
 from nimble_core.validation.equality import check_equality
 from nimble_viz.collect.compare_training import mark_phase
 from nimble_viz.collect.peers import Peer, Run, close
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from nimble_core.validation.eager_cases import Cases
     from nimble_viz.collect.compare_training import Training
 
-__all__ = ["EagerRuns", "PeerRuns"]
+__all__ = ["EagerRuns", "PeerRuns", "dtype_name"]
 
 
 class EagerRuns:
@@ -122,9 +122,6 @@ class EagerRuns:
 Outputs = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
 
-_REASON_LENGTH = 300
-
-
 class PeerRuns:
     """The peers of one comparison; an error (no Ctrl-C) of one is said in its result, and leaves it out."""
 
@@ -191,14 +188,21 @@ class PeerRuns:
             return f"{found.path} is {found.now} where eager's is {found.was}"
         for path, ours, theirs in zip(leaf_paths(structure, "output"), cases.eager[0][1], tensors, strict=True):
             if theirs.dtype != ours.dtype:
-                return f"{path} is {_type(theirs)} where eager's is {_type(ours)}"
+                return f"{path} is {dtype_name(theirs.dtype)} where eager's is {dtype_name(ours.dtype)}"
         return ""
 
     def _check(self, name: str, outputs: Outputs, cases: Cases) -> EqualityCheck:
+        check = check_equality(
+            name,
+            outputs,
+            cases.eager,
+            references=cases.truth,
+            lowest=cases.lowest,
+            perturbed=cases.moved,
+            names=cases.names,
+        )
         if self.training is None:
-            return check_equality(name, outputs, cases.eager, references=cases.truth, lowest=cases.lowest)
-        moved, names = self.training.rounded(self.recorded, cases)
-        check = check_equality(name, outputs, cases.eager, lowest=cases.lowest, perturbed=moved, names=names)
+            return check
         if check.differs and any(one.role == "generator" for one in self.recorded.recording.program.storages):
             return replace(check, reason="void: the step draws random numbers, which may be others in a peer")
         return check
@@ -248,16 +252,12 @@ class PeerRuns:
             self._results[name] = replace(known, note="; ".join(notes))
 
 
-def _type(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return ``"float32"``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _why(error: Exception) -> str:
-    """Say what happened on one line: two lines of the message, of the inner error if there is one."""
+    """Say what happened on one line: of the inner error, if there is one."""
     error = getattr(error, "inner_exception", error)
-    if isinstance(error, NimbleError):
-        return error.what
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = " ".join(lines[:2])
-    text = text if len(text) <= _REASON_LENGTH else f"{text[:_REASON_LENGTH]}…"
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return error.what if isinstance(error, NimbleError) else f"{type(error).__name__}: {first_line(error)}"

@@ -78,7 +78,8 @@ def code_around(text: str, lines: Iterable[int]) -> list[tuple[int, int, str]]:
     [(2, 3, 'A.f'), (4, 5, '')]
     """
     tree = ast.parse(text)
-    functions, statements = list(_functions(tree)), list(_statements(tree))
+    functions = list(_functions(tree))
+    statements = [(node.lineno, node.end_lineno or node.lineno) for node in tree.body]
     found: set[tuple[int, int, str]] = set()
     for line in lines:
         around = [one for one in functions if one[0] <= line <= one[1]]
@@ -108,8 +109,6 @@ def _of_file(file: str, used: Counter[int]) -> Iterator[tuple[SourceLines, int]]
             pieces = code_around("".join(text), used)
         except (SyntaxError, ValueError, RecursionError):
             note = "no Python code"
-        except SystemError:  # some releases of Python 3.11 fail if two threads parse at once
-            note = "not read: Python failed to parse it"
     if text is None or note:
         yield SourceLines(file, min(used), "", (), note), used.total()
         return
@@ -152,14 +151,3 @@ def _functions(tree: ast.Module) -> Iterator[tuple[int, int, str]]:
                 first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
                 yield first, node.end_lineno or node.lineno, name
         pending.extend((child, inside) for child in ast.iter_child_nodes(node))
-
-
-def _statements(tree: ast.Module) -> Iterator[tuple[int, int]]:
-    """Yield the spans of statements outside of functions, those of classes one by one."""
-    pending = list(tree.body)
-    while pending:
-        node = pending.pop()
-        if isinstance(node, ast.ClassDef):
-            pending += node.body
-        else:
-            yield node.lineno, node.end_lineno or node.lineno

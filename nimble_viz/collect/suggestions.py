@@ -1,33 +1,23 @@
-"""Suggest what to write instead of a name that does not exist."""
+"""Keywords of ``compare``, ``plan`` and ``diagnose``: what to write instead, and inputs of the model by name."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from difflib import SequenceMatcher
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from nimble_core.scheduling.options import option_like
 from nimble_core.utils.errors import InputError
 
-__all__ = ["nearest", "refuse_unknown"]
-
-
-def nearest(name: str, known: Iterable[str], most: int = 1, least: float = 0.6) -> list[str]:
-    """Return the names in ``known`` most similar to ``name``, from ``least`` (0 to 1) on; ties by name.
-
-    >>> nearest("optoins", ["loss_fn", "options"]), nearest("bert", ["net", "bert_large"], most=2, least=0.0)
-    (['options'], ['bert_large', 'net'])
-    """
-    alike = {one: SequenceMatcher(None, name, one).ratio() for one in known}
-    return sorted((one for one in alike if alike[one] >= least), key=lambda one: (-alike[one], one))[:most]
+__all__ = ["keyword_inputs", "refuse_unknown"]
 
 
 def refuse_unknown(function: Callable[..., Any], unknown: Mapping[str, object]) -> None:
     """Raise InputError for the first keyword: misspelt, a field of ``Options`` or an input of the model."""
     for name in unknown:
         known = (one.name for one in inspect.signature(function).parameters.values() if one.kind is one.KEYWORD_ONLY)
-        near = nearest(name, known)
+        near = get_close_matches(name, known, n=1)
         if like := option_like(name):
             fix = f"options=Options({like}=...)"
         elif near:
@@ -35,3 +25,10 @@ def refuse_unknown(function: Callable[..., Any], unknown: Mapping[str, object]) 
         else:
             fix = f"inputs of the model by name go into one dict: kwargs={{{name!r}: ...}}"
         raise InputError(f"{function.__name__}() has no keyword {name!r}", fix=fix)
+
+
+def keyword_inputs(kwargs: object) -> dict[str, Any]:
+    """Return the keyword inputs of a model as a dict, or raise InputError."""
+    if not isinstance(kwargs or {}, Mapping):
+        raise InputError(f"kwargs is a {type(kwargs).__name__}", fix="a dict of the model's keyword inputs")
+    return dict(kwargs or {})  # type: ignore[call-overload, no-any-return]  # a mapping, as was checked

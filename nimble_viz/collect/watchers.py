@@ -8,6 +8,8 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from threading import get_ident
 from time import perf_counter_ns
+from traceback import walk_stack
+from types import FrameType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -28,15 +30,20 @@ from nimble_viz.traces.profiler import watched_prints
 __all__ = ["DispatchOrigins", "LoopHooks"]
 
 
-class DispatchOrigins:
+class DispatchOrigins(TorchDispatchMode):
     """Watches from ``begin`` to ``end``; ``seen`` holds an origin for each operator, in order."""
 
     def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self.seen: list[Origin] = []
         self._paths: dict[int, str] = {}
         self._roots: set[int] = set()
-        self._mode: Any = None
         self._watching = ExitStack()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let what is compiled stay so."""
+        return True
 
     def begin(self) -> None:
         """Start to watch; not under a mode of somebody else, who would leave ours in its place."""
@@ -44,20 +51,23 @@ class DispatchOrigins:
             return
         pass_over_machinery()
         self._watching.enter_context(watched_prints(self._printed))
-        self._mode = _Notes(self)
-        self._mode.__enter__()
+        self.__enter__()  # type: ignore[no-untyped-call]  # torch's has no types
 
     def end(self) -> None:
         """Stop, if it still watches. Under a mode that was entered since, it stays until that has been left."""
         with interrupts_postponed():
             self._watching.close()
-            if self._mode is not None and current_mode() is self._mode:
-                self._mode.__exit__(None, None, None)
-                self._mode = None
+            if current_mode() is self:
+                self.__exit__(None, None, None)
 
-    def note(self, operator: str, frame: Any) -> None:
-        """Add the origin of an operator that ``frame`` called."""
-        root = _outermost_module(frame)
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self._note(str(func), sys._getframe().f_back)  # autograd's threads may have no frame
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, operator: str, frame: FrameType | None) -> None:
+        root = _outermost_module(frame) if frame is not None else None
         if root is not None and id(root) not in self._roots:
             self._roots.add(id(root))
             self._paths.update(module_paths(root))
@@ -65,36 +75,14 @@ class DispatchOrigins:
 
     def _printed(self) -> nullcontext[None]:
         """Note one operator for a tensor that is printed: the reads that it makes run without a mode."""
-        self.note(PRINT.replace("::", "."), sys._getframe())
+        self._note(PRINT.replace("::", "."), sys._getframe())
         return nullcontext()
 
 
-class _Notes(TorchDispatchMode):
-    """Tells ``DispatchOrigins`` of each operator."""
-
-    def __init__(self, origins: DispatchOrigins) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
-        self._origins = origins
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self._origins.note(str(func), sys._getframe().f_back)  # autograd's threads may have no frame
-        return func(*args, **(kwargs or {}))
-
-
-def _outermost_module(frame: Any) -> torch.nn.Module | None:
-    root = None
-    while frame is not None:
-        if frame.f_code.co_name == "_call_impl":
-            found = frame.f_locals.get("self")
-            root = found if isinstance(found, torch.nn.Module) else root
-        frame = frame.f_back
-    return root
+def _outermost_module(frame: FrameType) -> torch.nn.Module | None:
+    calls = (one.f_locals.get("self") for one, _ in walk_stack(frame) if one.f_code.co_name == "_call_impl")
+    modules = [one for one in calls if isinstance(one, torch.nn.Module)]
+    return modules[-1] if modules else None
 
 
 _Batch = TypeVar("_Batch")

@@ -19,16 +19,12 @@ from nimble_core.profiling.cupti import Activity
 from nimble_core.profiling.nvtx import DOMAIN
 from nimble_core.utils.errors import ReportFileError
 from nimble_viz.report.file import in_file
+from nimble_viz.traces.events import HostEvent
 
-__all__ = ["MAX_ROWS", "Created", "Export", "NamedRange", "Replay", "node_of", "read_export"]
-
-MAX_ROWS = 10_000_000
-"""An export with more rows of one kind is refused: a profile of fewer replays says the same."""
+__all__ = ["Created", "Export", "Replay", "node_of", "read_export"]
 
 _SQLITE = b"SQLite format 3\0"
 _LATEST = 1 << 62
-_MAX_TEXT = 256 << 20
-"""Of one string; what a program printed may be among them."""
 _THREAD_BITS = 24
 """A thread's global id has its process's in the bits above these."""
 _DOMAIN_CREATED = 75
@@ -80,16 +76,6 @@ class Created:
 
 
 @dataclass(frozen=True, slots=True)
-class NamedRange:
-    """An NVTX range of a thread."""
-
-    thread: int
-    start_ns: int
-    end_ns: int
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class Export:
     """What the file holds about replayed graphs; ``replays`` are sorted by start.
 
@@ -103,8 +89,7 @@ class Export:
     replays: tuple[Replay, ...]
     created: tuple[Created, ...] = ()
     copied: Mapping[tuple[int, int], int] = field(default_factory=dict)
-    ranges: tuple[NamedRange, ...] = ()
-    outside: int = 0
+    ranges: tuple[HostEvent, ...] = ()
     gpu: str = ""
 
 
@@ -126,7 +111,7 @@ def read_export(path: str | os.PathLike[str]) -> Export:
     """Read an export: ``nsys export --type sqlite`` of a profile taken with ``--cuda-graph-trace=node``.
 
     Raises:
-        ReportFileError: no database, damaged, no export of Nsight Systems, too large, or taken without graph nodes;
+        ReportFileError: no database, damaged, no export of Nsight Systems, or taken without graph nodes;
             says which, and what to do.
         OSError: the file cannot be read.
     """
@@ -150,7 +135,6 @@ class _Reader:
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
         connection.text_factory = lambda text: text.decode(errors="replace")
-        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_TEXT)
         for pragma in ("trusted_schema = OFF", "query_only = ON", "cell_size_check = ON"):
             connection.execute(f"PRAGMA {pragma}")
         stored = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND rootpage > 0")
@@ -161,12 +145,9 @@ class _Reader:
         if _STRINGS not in self._tables or self._tables.isdisjoint((_KERNELS, _RANGES, _CALLS, _GRAPHS)):
             raise ReportFileError("not an export of Nsight Systems: its tables are not there")
         found: dict[tuple[int, int], list[tuple[int, Activity]]] = {}
-        outside = 0
         for process, launch, node, activity in self._activities():
             if node:
                 found.setdefault((process, launch), []).append((node, activity))
-            else:
-                outside += 1
         if not found:
             whole = _GRAPHS in self._tables
             what = "graphs were traced as a whole" if whole else "no CUDA graph was launched"
@@ -180,7 +161,7 @@ class _Reader:
             replays.append(Replay(process, launch, thread, at, nodes, activities))
         replays.sort(key=lambda one: (one.activities[0].start_ns, one.process, one.launch))
         created, copied = self._nodes()
-        return Export(tuple(replays), created, copied, self._ranges(), outside, self._gpu())
+        return Export(tuple(replays), created, copied, self._ranges(), self._gpu())
 
     def _activities(self) -> Iterator[tuple[int, int, int, Activity]]:
         """Yield ``(process, launch, node, activity)``; node 0 outside graphs."""
@@ -227,10 +208,10 @@ class _Reader:
                     created.append(Created(thread, start, node))
         return tuple(sorted(created, key=lambda one: (one.thread, one.start_ns, one.node))), copied
 
-    def _ranges(self) -> tuple[NamedRange, ...]:
+    def _ranges(self) -> tuple[HostEvent, ...]:
         columns = ("eventType", "text", "textId", "globalTid", "domainId")
         domains: set[tuple[int, int]] = set()
-        found: list[tuple[int, NamedRange]] = []
+        found: list[tuple[int, HostEvent]] = []
         for start, end, kind, text, text_id, thread, domain in self._rows(_RANGES, ("start", "end"), columns):
             said = text if isinstance(text, str) and text else self._text(text_id)
             thread, domain = _global_id(thread), _count(domain)
@@ -238,7 +219,7 @@ class _Reader:
                 if said == DOMAIN:
                     domains.add((process_of(thread), domain))
             elif said and _is_time(start) and _is_time(end) and start <= end:
-                found.append((domain, NamedRange(thread, start, end, said)))
+                found.append((domain, HostEvent(said, start, end, thread)))
         if domains:
             found = [one for one in found if (process_of(one[1].thread), one[0]) in domains]
         return tuple(sorted((one for _, one in found), key=lambda one: (one.thread, one.start_ns, -one.end_ns)))
@@ -265,11 +246,7 @@ class _Reader:
         if lacking:
             raise ReportFileError(f"there is no column {lacking[0]}", where=table)
         columns = ", ".join(f'"{name}"' if name in there else "NULL" for name in (*needed, *more))
-        for number, row in enumerate(self._connection.execute(f'SELECT {columns} FROM "{table}"')):
-            if number == MAX_ROWS:
-                fix = "profile fewer replays: nsys profile --duration=…, or --capture-range=cudaProfilerApi"
-                raise ReportFileError(f"more than {MAX_ROWS:,} rows", where=table, fix=fix)
-            yield row
+        yield from self._connection.execute(f'SELECT {columns} FROM "{table}"')
 
 
 def _is_time(value: object) -> bool:

@@ -1,102 +1,77 @@
-"""Profile one eager iteration with ``torch.profiler``, which is imported only then, into a plain ``Trace``."""
+"""Sessions of ``torch.profiler``, which is imported only then; what they saw, as a ``Recording``."""
 
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
+from pathlib import Path
 from threading import Lock
-from typing import Any, Literal
+from typing import Any
 
 from nimble_core.profiling.cupti import attached_tool, profiler_runs
 from nimble_core.profiling.kineto import Session
 from nimble_core.utils.errors import DeviceError
 from nimble_core.utils.interrupts import interrupts_postponed
-from nimble_viz.traces.events import (
-    CALIBRATION,
-    ITERATION,
-    PRINT,
-    RUN,
-    RawEvent,
-    Trace,
-    trace_from_events,
-)
+from nimble_viz.traces.chrome import MAX_BYTES, Recording, read_trace
+from nimble_viz.traces.events import CALIBRATION, PRINT, TICK
 
-__all__ = [
-    "Running",
-    "calibrate",
-    "profile_eager",
-    "watched_prints",
-]
-
-
-def profile_eager(
-    run: Callable[[], object],
-    *,
-    device: Literal["cuda", "cpu"],
-    synchronize: Callable[[], object],
-    warmup: int = 2,
-    iterations: int = 3,
-) -> Trace:
-    """Run ``run`` under the profiler and return its iteration of median length, or raise DeviceError.
-
-    ``synchronize`` waits until the device is idle; it is called after every run, inside the iteration and outside
-    what counts as the model's own. Shapes and stacks are not recorded: they would slow the run further.
-    """
-    import torch
-
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    mark = torch.profiler.record_function
-    profiler = torch.profiler.profile(activities=activities, record_shapes=False, with_stack=False, acc_events=True)
-    running = Running()
-    try:
-        running.start(profiler, cuda=device == "cuda", synchronize=synchronize)
-        for _ in range(warmup):
-            run()
-            synchronize()
-        for _ in range(iterations):
-            with mark(ITERATION):
-                with mark(RUN):
-                    run()
-                synchronize()
-        if device == "cpu":
-            calibrate(torch, mark)
-    finally:
-        running.stop()
-    taken: Any = profiler.profiler
-    return trace_from_events(map(_raw_event, taken.kineto_results.events()), device=device)
-
+__all__ = ["Profiled", "calibrate", "exported", "watched_prints"]
 
 _CLAIMED = Lock()
-_ONE_AT_A_TIME = "leave its context first; of several threads one profiles at a time"
 
 
-class Running:
-    """A run of ``torch.profiler`` that nothing else profiles beside; interrupts come once it has started or stopped."""
+class Profiled:
+    """A run of ``torch.profiler``, from ``start`` until ``end``, that nothing else profiles beside.
 
-    def __init__(self) -> None:
-        self._undo = ExitStack()
+    Shapes and stacks are not recorded: they would slow what runs further. Interrupts come once it has started or
+    stopped.
+    """
 
-    def start(self, profiler: Any, *, cuda: bool, synchronize: Callable[[], object] = lambda: None) -> None:
-        """Start ``profiler``, or raise DeviceError. See to ``stop`` before: an interrupt meanwhile is raised then."""
+    def __init__(self, *, cuda: bool) -> None:
         import torch
 
+        kinds = torch.profiler.ProfilerActivity
+        self.ticks = 0
+        self._cuda, self._mark = cuda, torch.profiler.record_function
+        self._profiler = torch.profiler.profile(activities=[kinds.CPU] + [kinds.CUDA] * cuda, acc_events=True)
+        self._undo = ExitStack()
+
+    def start(self) -> None:
+        """Start, or raise DeviceError. See to ``end`` before: an interrupt meanwhile is raised then."""
         with interrupts_postponed(), ExitStack() as undo:
-            undo.enter_context(_claimed(cuda=cuda))
-            synchronize()
+            undo.enter_context(_claimed(cuda=self._cuda))
             with _quiet_kineto():
-                session = Session(profiler)
+                session = Session(self._profiler)
             undo.callback(session.stop)
-            undo.enter_context(watched_prints(lambda: torch.profiler.record_function(PRINT)))
+            undo.callback(calibrate, self._mark)
+            undo.enter_context(watched_prints(lambda: self._mark(PRINT)))
             self._undo = undo.pop_all()
 
-    def stop(self) -> None:
-        """Stop it, if it runs."""
+    def tick(self) -> None:
+        """Mark that an iteration begins."""
+        self.ticks += 1
+        with self._mark(TICK):
+            pass
+
+    def end(self) -> None:
+        """Stop, if it runs."""
         with interrupts_postponed(), _quiet_kineto():
             self._undo.close()
+
+    def recording(self) -> Recording:
+        """Return what was recorded. Raises ReportFileError if nothing was."""
+        return exported(self._profiler)
+
+
+def exported(profiler: Any, max_bytes: int = MAX_BYTES) -> Recording:
+    """Read what a ``torch.profiler.profile`` that has stopped exports, which it does once."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return read_trace(path, max_bytes=max_bytes)
 
 
 @contextmanager
@@ -106,17 +81,17 @@ def _claimed(*, cuda: bool) -> Iterator[None]:
     In one thread a second one loses what either of them holds. From two threads they corrupt memory: what torch knows
     of its own profiler it knows by thread, and Kineto is one for the process.
     """
-    if not _CLAIMED.acquire(blocking=False):
-        raise DeviceError("another profiler is running in this process", fix=_ONE_AT_A_TIME)
+    claimed = _CLAIMED.acquire(blocking=False)
     try:
-        if profiler_runs():
-            raise DeviceError("another profiler is running in this process", fix=_ONE_AT_A_TIME)
-        tool = attached_tool() if cuda else ""
-        if tool:
+        if not claimed or profiler_runs():
+            fix = "leave its context first; of several threads one profiles at a time"
+            raise DeviceError("another profiler is running in this process", fix=fix)
+        if cuda and (tool := attached_tool()):
             raise DeviceError(f"{tool} is attached, and CUPTI serves one tool at a time", fix="run without that tool")
         yield
     finally:
-        _CLAIMED.release()
+        if claimed:
+            _CLAIMED.release()
 
 
 @contextmanager
@@ -135,8 +110,10 @@ def watched_prints(around: Callable[[], AbstractContextManager[Any]]) -> Iterato
         yield
 
 
-def calibrate(torch: Any, mark: Callable[[str], Any], rounds: int = 100) -> None:
+def calibrate(mark: Callable[[str], Any], rounds: int = 100) -> None:
     """Run operators on one element, marked: what the profiler shows of them is its floor (``floor_of``)."""
+    import torch
+
     with torch.no_grad(), mark(CALIBRATION):
         one = torch.ones(1, device="cpu")
         for _ in range(rounds):
@@ -144,21 +121,6 @@ def calibrate(torch: Any, mark: Callable[[str], Any], rounds: int = 100) -> None
             torch.neg(one)
             torch.mul(one, one)
             torch.tanh(one)
-
-
-def _raw_event(event: Any) -> RawEvent:
-    start_ns = event.start_ns()
-    return RawEvent(
-        name=event.name(),
-        start_ns=start_ns,
-        end_ns=start_ns + event.duration_ns(),
-        on_device=event.device_type().name != "CPU",
-        annotation=event.is_user_annotation(),
-        thread=event.start_thread_id(),
-        stream=event.device_resource_id(),
-        correlation=event.correlation_id(),
-        linked=event.linked_correlation_id(),
-    )
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from nimble_core.ir.timeline import Timeline
 from nimble_viz.collect.matched_trace import MatchedTrace, eager_timeline
 from nimble_viz.collect.overhead import overhead_profile
 from nimble_viz.report.data import OverheadProfile
-from nimble_viz.traces.events import DeviceEvent, OperatorEvent, RuntimeEvent, Trace, outer_first
+from nimble_viz.traces.events import DeviceEvent, HostEvent, Trace, outer_first
 
 
 def program_of(*operators: str, lines: bool = False) -> Program:
@@ -30,8 +30,8 @@ def drawn(program: Program, trace: Trace, profile: OverheadProfile) -> Timeline:
     return eager_timeline(MatchedTrace.of(program, trace), profile)
 
 
-def op(name: str, start: int, end: int, thread: int = 1) -> OperatorEvent:
-    return OperatorEvent(name if "::" in name else f"aten::{name}", start, end, thread)
+def op(name: str, start: int, end: int, thread: int = 1) -> HostEvent:
+    return HostEvent(name if "::" in name else f"aten::{name}", start, end, thread)
 
 
 # One iteration, 0 to 200 ns on the host: linear around addmm, a view, relu, then the wait for the device.
@@ -49,10 +49,10 @@ CUDA = Trace(
         op("relu", 80, 110),
     ),
     runtime=(
-        RuntimeEvent("cudaMalloc", 24, 28, 1, 100),
-        RuntimeEvent("cudaLaunchKernel", 40, 50, 1, 101),
-        RuntimeEvent("cudaStreamSynchronize", 85, 95, 1, 102),
-        RuntimeEvent("cudaLaunchKernel", 98, 104, 1, 103),
+        HostEvent("cudaMalloc", 24, 28, 1, 100),
+        HostEvent("cudaLaunchKernel", 40, 50, 1, 101),
+        HostEvent("cudaStreamSynchronize", 85, 95, 1, 102),
+        HostEvent("cudaLaunchKernel", 98, 104, 1, 103),
     ),
     kernels=(
         DeviceEvent("gemm", "kernel", 48, 90, 7, 101),
@@ -66,7 +66,7 @@ TWO = program_of("addmm", "relu", lines=True)
 @st.composite
 def traces(draw: st.DrawFn) -> Trace:
     """Nested operators on two threads, runtime calls and kernels anywhere, in an iteration of 1,000 ns."""
-    operators: list[OperatorEvent] = []
+    operators: list[HostEvent] = []
 
     def nest(thread: int, start: int, end: int, depth: int) -> None:
         at = start
@@ -83,7 +83,7 @@ def traces(draw: st.DrawFn) -> Trace:
     names = st.sampled_from(["cudaLaunchKernel", "cudaMalloc", "cudaStreamSynchronize", "cudaGetDevice"])
     moments = st.tuples(st.integers(0, 899), st.integers(0, 60))
     runtime = [
-        RuntimeEvent(draw(names), start, start + length, 1, i)
+        HostEvent(draw(names), start, start + length, 1, i)
         for i, (start, length) in enumerate(sorted(draw(st.lists(moments, max_size=8))))
     ]
     kernels = [

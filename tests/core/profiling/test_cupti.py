@@ -23,8 +23,8 @@ from nimble_core.runtime.cuda.observing import observed
 from nimble_core.scheduling.verify_capture import RawGraph
 from nimble_core.utils.errors import DeviceError, NimbleWarning
 from nimble_core.utils.locks import capturing, launching
-from nimble_viz.collect import profile
-from nimble_viz.traces.profiler import profile_eager
+from nimble_viz.collect.iterations import profile_eager
+from nimble_viz.traces import profiler
 from tests.support.fake_cupti import (
     CONCURRENT_KERNEL,
     GRAPH,
@@ -245,7 +245,7 @@ def test_an_interrupted_end_of_a_profile_leaves_replays_alone(monkeypatch: pytes
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(profile, "calibrate", interrupted)
+    monkeypatch.setattr(profiler, "calibrate", interrupted)
     with pytest.raises(KeyboardInterrupt), nimble_viz.profile():
         torch.ones(2).neg()
     assert not replay_hook._counting

@@ -323,7 +323,6 @@ def draws(x: torch.Tensor) -> torch.Tensor:
         (Wide(), [X], {"against": "inductor"}, InputError, "no peer called 'inductor'"),
         (Wide(), [X], {"kwargs": [X]}, InputError, "kwargs is a list"),
         (Wide(), [X], {"device": "cuda"}, InputError, "device is a str, not a Device"),
-        (Wide(), [X], {"progress": True}, InputError, "progress is a bool"),
         (Wide(), [torch.ones(2, 5)], {}, RuntimeError, "shapes cannot be multiplied"),  # the model's own complaint
         (reads, [X], {}, CaptureError, "_local_scalar_dense"),
         (draws, [X], {}, NotStaticError, "other="),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from nimble_core.ir.program import Call, Program
 from nimble_viz.report.data import HostSync
-from nimble_viz.traces.events import DeviceEvent, RuntimeEvent, Trace, outer_first
+from nimble_viz.traces.events import DeviceEvent, HostEvent, Trace, outer_first
 from tests.support.eager_traces import CUDA, TWO, op, program_of, split
 
 
@@ -34,8 +34,8 @@ def waiting(*names: tuple[str, int, int], launch: int, wait: int, copy: str = ""
     trace = Trace(
         "cuda", 0, 100, 100, outer_first([op(*one) for one in names]),
         runtime=(
-            RuntimeEvent("cudaMemcpyAsync", launch, launch + 2, 1, 7),
-            RuntimeEvent("cudaStreamSynchronize", wait, wait + 20, 1, 8),
+            HostEvent("cudaMemcpyAsync", launch, launch + 2, 1, 7),
+            HostEvent("cudaStreamSynchronize", wait, wait + 20, 1, 8),
         ),
         kernels=(DeviceEvent(copy, "memcpy", launch + 5, launch + 9, 7, 7),) if copy else (),
     )  # fmt: skip

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nimble_core.ir.program import Origin
 from nimble_viz.collect.from_trace import observed
-from nimble_viz.collect.iterations import TICK, one_iteration
+from nimble_viz.collect.iterations import one_iteration, profile_eager
 from nimble_viz.collect.matched_trace import MatchedTrace
 from nimble_viz.collect.overhead import iteration_bound, overhead_profile
 from nimble_viz.report.data import Bound, CallOverhead, DeviceIdle, HostSync
 from nimble_viz.traces.chrome import Recording, read_trace
+from nimble_viz.traces.events import TICK, is_synchronisation
 from tests.support.kineto_traces import ITERATIONS, cpu_op, event, kernel, runtime, training_loop, write_trace
 
 
@@ -24,9 +29,9 @@ def recorded(tmp_path: Path, *events: dict[str, Any]) -> Recording:
 @pytest.fixture
 def loop(tmp_path: Path) -> MatchedTrace:
     recording = read_trace(write_trace(tmp_path / "trace.json", training_loop()))
-    trace, found = one_iteration(recording)
-    assert found.what == "one batch of the data loader"
-    assert [end - start for start, end in found.windows] == [1_000_000] * ITERATIONS
+    trace, what = one_iteration(recording)
+    assert what == "one batch of the data loader"
+    assert trace.iterations_ns == (1_000_000,) * ITERATIONS
     return observed(trace)
 
 
@@ -247,9 +252,9 @@ def test_launches_without_an_operator_are_calls_under_their_own_name(tmp_path: P
 
 
 def test_iterations_are_found_by_what_tells_most(tmp_path: Path) -> None:
-    def what(*events: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
-        found = one_iteration(recorded(tmp_path, cpu_op("aten::mm", 0, 99), *events), "one go")[1]
-        return found.what, [(a // 1000, b // 1000) for a, b in found.windows]
+    def what(*events: dict[str, Any]) -> tuple[str, int, tuple[int, int]]:
+        trace, found = one_iteration(recorded(tmp_path, cpu_op("aten::mm", 0, 99), *events), "one go")
+        return found, len(trace.iterations_ns), (trace.start_ns // 1000, trace.end_ns // 1000)
 
     def marks(name: str, *starts: int) -> list[dict[str, Any]]:
         return [event("user_annotation", name.format(i), at, at + 1) for i, at in enumerate(starts)]
@@ -258,15 +263,15 @@ def test_iterations_are_found_by_what_tells_most(tmp_path: Path) -> None:
     loads = marks("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 10, 40, 70)
     profiler = [event("user_annotation", f"ProfilerStep#{i}", 15 + 30 * i, 45 + 30 * i) for i in range(2)]
     ticks = marks(TICK, 5, 35)
-    assert what() == ("the whole recording", [(0, 99)])
-    assert what(*steps[:1]) == ("the whole recording", [(0, 99)])
-    assert what(*steps) == ("one step of the optimizer", [(20, 50), (50, 80)])
-    assert what(*steps, *loads) == ("one batch of the data loader", [(10, 40), (40, 70)])
-    assert what(*steps, *loads, *profiler) == ("one step of torch.profiler", [(15, 45), (45, 75)])
-    assert what(*steps, *loads, *profiler, *ticks) == ("one go", [(6, 35)])
+    assert what() == ("the whole recording", 1, (0, 99))
+    assert what(*steps[:1]) == ("the whole recording", 1, (0, 99))
+    assert what(*steps) == ("one step of the optimizer", 2, (20, 50))
+    assert what(*steps, *loads) == ("one batch of the data loader", 2, (10, 40))
+    assert what(*steps, *loads, *profiler) == ("one step of torch.profiler", 2, (15, 45))
+    assert what(*steps, *loads, *profiler, *ticks) == ("one go", 1, (6, 35))
     run = event("user_annotation", "nimble.run", 8, 30)  # then comes what is ours; on a GPU, the wait for it
-    assert what(*ticks, run) == ("one go", [(8, 30)])
-    assert what(*ticks, run, kernel("mm", 5, 7, 1)) == ("one go", [(8, 35)])
+    assert what(*ticks, run) == ("one go", 1, (8, 30))
+    assert what(*ticks, run, kernel("mm", 5, 7, 1)) == ("one go", 1, (8, 35))
 
 
 def test_other_threads_are_left_out_and_that_is_said(tmp_path: Path) -> None:
@@ -309,3 +314,53 @@ def test_lost_events_are_survived(tmp_path: Path) -> None:
     assert profile.device_busy_ns == 162_000
     assert profile.idle is not None
     assert profile.idle.unknown_ns > 0
+
+
+# -- an eager run --------------------------------------------------------------------------------------------------
+
+
+def test_real_profile_is_nested_ordered_and_within_the_iteration() -> None:
+    layer = torch.nn.Linear(8, 8)
+    waits: list[int] = []
+    with torch.no_grad():
+        trace = profile_eager(lambda: layer(torch.ones(2, 8)), device="cpu", synchronize=lambda: waits.append(1))
+    assert len(waits) == 2 + 3
+    names = [event.name for event in trace.operators]
+    assert names.index("aten::linear") < names.index("aten::addmm")
+    assert [e.start_ns for e in trace.operators] == sorted(e.start_ns for e in trace.operators)
+    assert all(trace.start_ns <= e.start_ns <= e.end_ns <= trace.run_end_ns for e in trace.operators)
+    assert len(trace.iterations_ns) == 3
+    assert trace.length_ns == sorted(trace.iterations_ns)[1]
+    assert trace.kernels == trace.runtime == ()
+    assert 0 < trace.floor_ns < 1e6
+
+
+def test_an_error_of_the_model_stops_the_profiler() -> None:
+    def fail() -> None:
+        raise KeyError("model")
+
+    with pytest.raises(KeyError, match="model"):
+        profile_eager(fail, device="cpu", synchronize=lambda: None)
+    assert profile_eager(lambda: torch.ones(1), device="cpu", synchronize=lambda: None).operators
+
+
+def test_kineto_is_silent_and_the_environment_as_it_was() -> None:
+    code = (
+        "import os, torch; from nimble_viz.collect.iterations import profile_eager; "
+        "profile_eager(lambda: torch.ones(1), device='cpu', synchronize=lambda: None); "
+        "assert 'KINETO_LOG_LEVEL' not in os.environ"
+    )
+    clean = {name: value for name, value in os.environ.items() if name != "KINETO_LOG_LEVEL"}
+    done = subprocess.run([sys.executable, "-c", code], env=clean, capture_output=True, text=True, check=True)
+    assert done.stdout + done.stderr == ""
+
+
+@pytest.mark.gpu
+def test_cuda_profile_joins_every_launch() -> None:
+    layer = torch.nn.Linear(64, 64, device="cuda")
+    x = torch.ones(2, 64, device="cuda")
+    with torch.no_grad():
+        trace = profile_eager(lambda: layer(x).relu(), device="cuda", synchronize=torch.cuda.synchronize)
+    assert trace.warnings == ()
+    assert len(trace.kernels) >= 2
+    assert not any(is_synchronisation(event.name) for event in trace.runtime)

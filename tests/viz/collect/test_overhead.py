@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from nimble_core.ir.program import Program
 from nimble_viz.collect.overhead import device_idle, iteration_bound, measure_overhead
 from nimble_viz.report.data import Bound, CallOverhead, OverheadProfile
-from nimble_viz.traces.events import DeviceEvent, RuntimeEvent, Trace
+from nimble_viz.traces.events import DeviceEvent, HostEvent, Trace
 from tests.support.eager_traces import CUDA, TWO, drawn, op, program_of, programs, split, traces
 
 
@@ -61,7 +61,7 @@ def test_calls_of_the_optimizer_have_what_an_eager_one_took_once_for_all(device:
         CUDA,
         device=device,
         operators=(*CUDA.operators, *eager),
-        runtime=(*CUDA.runtime, RuntimeEvent("cudaLaunchKernel", 140, 145, 1, 104)) if device == "cuda" else (),
+        runtime=(*CUDA.runtime, HostEvent("cudaLaunchKernel", 140, 145, 1, 104)) if device == "cuda" else (),
         kernels=(*CUDA.kernels, DeviceEvent("multi_tensor", "kernel", 191, 197, 9, 104)) if device == "cuda" else (),
         phases=(("forward", 0, 112), ("optimizer", 112, 155)),
     )
@@ -151,9 +151,7 @@ def test_cuda_model() -> None:
 
 def idle(*kernels: tuple[int, int, int], end: int = 100) -> tuple[float, float, float, float]:
     """Causes for kernels of ``(launch, start, end)``; a launch of -1 was not seen."""
-    runtime = [
-        RuntimeEvent("cudaLaunchKernel", at, at + 1, 1, i + 1) for i, (at, _, _) in enumerate(kernels) if at >= 0
-    ]
+    runtime = [HostEvent("cudaLaunchKernel", at, at + 1, 1, i + 1) for i, (at, _, _) in enumerate(kernels) if at >= 0]
     trace = Trace(
         "cuda", 0, end, end, (),
         runtime=tuple(runtime),

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-import doctest
 import random
 import warnings
 from collections.abc import Iterator
@@ -12,7 +11,6 @@ import torch
 from torch import nn
 
 from nimble_core.utils.errors import InputError
-from nimble_viz.collect import peers
 from nimble_viz.collect.peers import Peer, close, peer, peer_names, resolve_peers
 
 pytestmark = pytest.mark.compiler
@@ -142,12 +140,6 @@ def test_what_against_may_be() -> None:
     ):
         with pytest.raises(InputError, match=message):
             resolve_peers(wrong)
-
-
-def test_examples_in_docstrings() -> None:
-    found = doctest.testmod(peers)
-    assert found.attempted
-    assert not found.failed
 
 
 # -- the same outputs, and nothing left behind ---------------------------------------------------------------------

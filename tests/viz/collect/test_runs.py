@@ -149,7 +149,7 @@ def overwritten() -> Callable[[torch.Tensor], torch.Tensor]:
     return run
 
 
-BOOM = "RuntimeError: boom and where"
+BOOM = "RuntimeError: boom"
 PEERS: dict[str, tuple[Callable[[str], Any], str, bool]] = {
     "same": (Beside, "", True),
     "overwrites its outputs": (lambda name: Beside(name, run=overwritten()), "", True),

@@ -62,8 +62,7 @@ def test_nothing_to_trace_is_an_error_and_leaves_no_file(tmp_path: Path, name: s
 
 def test_command(saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", saved, str(tmp_path / "run.json")]) == 0
-    assert main(["export", saved, str(tmp_path / "other"), "--format", "chrome"]) == 0
-    assert (tmp_path / "run.json").read_bytes() == (tmp_path / "other").read_bytes()
+    assert json.loads((tmp_path / "run.json").read_text())["traceEvents"]
     assert main(["export", saved, str(tmp_path / "run.txt")]) == 2
     assert main(["export", saved, str(tmp_path / "missing" / "run.json")]) == 2
     assert main(["export", str(tmp_path / "none.nimble"), str(tmp_path / "run.json")]) == 2

@@ -29,12 +29,12 @@ def test_a_trace_of_a_gpu(tmp_path: Path) -> None:
         (("cuda of the driver", "13.0"),),
     )
     assert found.warnings == ()
-    first = [one for one in found.events if one.start_ns < 1_000_000]
-    gemm = next(one for one in first if one.name == "gemm")
-    assert (gemm.start_ns, gemm.end_ns, gemm.stream, gemm.on_device) == (296_000, 396_000, 7, True)
-    launch = next(one for one in first if one.correlation == gemm.correlation and not one.on_device)
-    assert (launch.name, launch.thread) == ("cudaLaunchKernel", next(o.thread for o in first if o.name == "aten::to"))
-    assert [one.name for one in first if one.annotation] == [
+    gemm = next(one for one in found.kernels if one.name == "gemm")
+    assert (gemm.start_ns, gemm.end_ns, gemm.stream, gemm.kind) == (296_000, 396_000, 7, "kernel")
+    assert found.kernels[0].kind == "memcpy"
+    launch = next(one for one in found.runtime if one.correlation == gemm.correlation)
+    assert (launch.name, launch.thread) == ("cudaLaunchKernel", found.operators[0].thread)
+    assert [one.name for one in found.marks[:2]] == [
         "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__",
         "Optimizer.step#SGD.step",
     ]
@@ -47,7 +47,7 @@ def test_frames_are_kept_apart(tmp_path: Path) -> None:
     )
     found = read(tmp_path, cpu_op("aten::mm", 6, 7), *frames)
     assert [one.name for one in found.frames] == ["model.py(3): forward", "nn.Module: Linear_0"]
-    assert [one.name for one in found.events] == ["aten::mm"]
+    assert [one.name for one in found.operators] == ["aten::mm"]
 
 
 def test_a_kernel_without_correlation_takes_that_of_the_arrow_to_it(tmp_path: Path) -> None:
@@ -55,8 +55,8 @@ def test_a_kernel_without_correlation_takes_that_of_the_arrow_to_it(tmp_path: Pa
     del lost["args"]["correlation"]
     arrow = {"ph": "f", "id": 77, "pid": 0, "tid": 7, "ts": ZERO_US + 20, "cat": "ac2g", "name": "ac2g", "bp": "e"}
     found = read(tmp_path, cpu_op("aten::mm", 0, 9), runtime("cudaLaunchKernel", 2, 4, 77), lost, arrow)
-    assert [one.correlation for one in found.events if one.on_device] == [77]
-    assert [one.correlation for one in read(tmp_path, cpu_op("aten::mm", 0, 9), lost).events if one.on_device] == [0]
+    assert [one.correlation for one in found.kernels] == [77]
+    assert [one.correlation for one in read(tmp_path, cpu_op("aten::mm", 0, 9), lost).kernels] == [0]
 
 
 def test_what_is_left_out_is_said(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_what_is_left_out_is_said(tmp_path: Path) -> None:
         tmp_path, cpu_op("aten::mm", 0, 2), cpu_op("aten::relu", 2, 3), other, cut,
         kernel("a", 1, 2, 1), kernel("b", 1, 2, 2), kernel("far", 1, 2, 3, device=1),
     )  # fmt: skip
-    assert [one.name for one in found.events] == ["aten::mm", "a", "b", "aten::relu"]
+    assert [one.name for one in (*found.operators, *found.kernels)] == ["aten::mm", "aten::relu", "a", "b"]
     assert found.warnings == (
         "1 of 7 events have no time or no length: left out",
         "operators of 2 processes: only process 42 (2 operators) is shown",
@@ -86,8 +86,8 @@ TRACE = json.dumps(training_loop(1)).encode()
         (b'{"traceEvents": []}', "holds no operators and no kernels"),
         (b'{"traceEvents": [7]}', "damaged"),
         (b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "ts": "soon", "dur": 1}]}', "damaged"),
-        (b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "ts": 1e300, "dur": 1}]}', r"1e\+300"),
-        (b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "ts": 1, "dur": -5}]}', "-5"),
+        (b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "ts": 1e300, "dur": 1}]}', "holds no operators"),
+        (b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "ts": 1, "dur": -5}]}', "holds no operators"),
         (b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "ts": NaN, "dur": 1}]}', "does not hold JSON"),
         (b'{"traceEvents": [{"args": ' + b'{"a":' * 100_000, "does not hold JSON"),
         (TRACE[:-40], "cut short"),
@@ -113,13 +113,6 @@ def test_a_large_file_is_refused_unread(tmp_path: Path) -> None:
         read_trace(path)
 
 
-def test_nothing_but_brackets_is_refused_undecoded(tmp_path: Path) -> None:
-    path = tmp_path / "dense.json"
-    path.write_bytes(b'{"traceEvents": [' + b"{}," * 6_000_000 + b"{}]}")
-    with pytest.raises(ReportFileError, match="brackets"):
-        read_trace(path)
-
-
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -139,10 +132,9 @@ events = st.lists(
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_the_file_holds_it_is_read_or_refused(tmp_path: Path, listed: Any, more: Any) -> None:
     path = write_trace(tmp_path / "any.json", {"traceEvents": listed, **more})
-    found = ()
     with suppress(ReportFileError):
-        found = read_trace(path).events
-    assert all(one.end_ns >= one.start_ns >= 0 for one in found)
+        found = read_trace(path)
+        assert all(one.end_ns >= one.start_ns >= 0 for one in (*found.operators, *found.runtime, *found.kernels))
 
 
 def test_a_report_is_no_trace_and_its_reader_is_named(tmp_path: Path) -> None:

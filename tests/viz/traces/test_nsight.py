@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import nimble_viz.traces.nsight
 from nimble_core.utils.errors import ReportFileError
-from nimble_viz.traces.nsight import Created, NamedRange, read_export
+from nimble_viz.traces.events import HostEvent
+from nimble_viz.traces.nsight import Created, read_export
 from tests.support.nsys_exports import PID, TID, Profile, Ran, profile_of, write_export
 from tests.support.sample_reports import sample_report
 
@@ -54,8 +54,8 @@ def test_what_is_read(tmp_path: Path) -> None:
     assert (copy.kind, fill.kind, copy.name) == ("memcpy", "memset", "memcpy")
     assert found.created == (Created(TID, 5, 7 << 32),)
     assert dict(found.copied) == {(PID, NODE): 7 << 32}
-    assert found.ranges == (NamedRange(TID, 1, 9, "capture nimble"), NamedRange(TID, 80, 95, "replay nimble"))
-    assert (found.outside, found.gpu) == (1, "NVIDIA H200")
+    assert found.ranges == (HostEvent("capture nimble", 1, 9, TID), HostEvent("replay nimble", 80, 95, TID))
+    assert found.gpu == "NVIDIA H200"
 
 
 def test_only_ranges_of_our_domain_where_the_file_names_them(tmp_path: Path) -> None:
@@ -63,10 +63,10 @@ def test_only_ranges_of_our_domain_where_the_file_names_them(tmp_path: Path) -> 
     path = write_export(tmp_path / "p.sqlite", profile)
     others = "INSERT INTO NVTX_EVENTS (start, end, eventType, text, globalTid, domainId) VALUES "
     changed(path, f"{others} (81, 90, 59, 'of another domain', {TID}, 0)")
-    assert [one.text for one in read_export(path).ranges] == ["replay nimble"]
+    assert [one.name for one in read_export(path).ranges] == ["replay nimble"]
     unnamed = write_export(tmp_path / "q.sqlite", profile, domain=False)
     changed(unnamed, f"{others} (81, 90, 59, 'of another domain', {TID}, 0)")
-    assert [one.text for one in read_export(unnamed).ranges] == ["replay nimble", "of another domain"]
+    assert [one.name for one in read_export(unnamed).ranges] == ["replay nimble", "of another domain"]
 
 
 def replace_ranges(profile: Profile, *ranges: tuple[int, int, int, str]) -> Profile:
@@ -174,16 +174,6 @@ def test_views_and_generated_columns_are_not_run(tmp_path: Path) -> None:
         read_export(path)
     changed(path, "DROP TABLE CUPTI_ACTIVITY_KIND_MEMSET")
     assert read_export(path).ranges == ()
-
-
-def test_too_many_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = sample_report(12)
-    path = write_export(tmp_path / "p.sqlite", profile_of(report, report.chosen))
-    monkeypatch.setattr(nimble_viz.traces.nsight, "MAX_ROWS", 36)
-    assert len(read_export(path).replays) == 3
-    monkeypatch.setattr(nimble_viz.traces.nsight, "MAX_ROWS", 35)
-    with pytest.raises(ReportFileError, match="more than 35 rows"):
-        read_export(path)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
