@@ -46,7 +46,7 @@ _SIGNED: dict[str, set[str]] = {
 def check_report(report: ReportData) -> ReportData:
     """Return ``report`` if it is consistent in itself, so that every view of it can be drawn.
 
-    Raise ReportFileError otherwise; ``where`` names the field. Equality checks may hold NaN and infinity.
+    Raise ReportFileError otherwise; ``where`` names the field. What equality checks hold may be larger.
     """
     if found := _out_of_range(report):
         place, number = found
