@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from nimble_core.ir.program import Call
-from nimble_core.ir.schedule import Schedule
 from nimble_core.ir.timeline import Timeline
-from nimble_core.utils.units import format_count, format_ns, format_percent
+from nimble_core.utils.units import format_ns, format_percent
 from nimble_viz.analysis.labels import label_run, plural, trains
 from nimble_viz.report.data import STAGES, Bound, ReportData, Stage
 
@@ -18,7 +17,6 @@ __all__ = [
     "ABSENT",
     "BOUNDS",
     "PHASES",
-    "phase_syncs",
     "phases",
     "profiled",
     "span_phases",
@@ -86,25 +84,6 @@ def _inside(report: ReportData, phase: Stage) -> str:
     )
     named = ", ".join(f"{plural(holders[one], 'call')} of {one}" for one in PHASES if holders[one])
     return f"inside {named}" if named else ""
-
-
-def phase_syncs(report: ReportData, plan: Schedule) -> list[dict[str, Any]]:
-    """Count the plan's waits by the phases they lie between, in a step's order; empty without training."""
-    if not trains(report):
-        return []
-    calls = report.program.calls
-    counts = Counter((calls[u].phase, calls[v].phase) for u, v in plan.syncs)
-    order = sorted(counts, key=lambda pair: (PHASES.index(pair[0]), PHASES.index(pair[1])))
-    return [
-        {
-            "from": before,
-            "to": after,
-            "count": counts[before, after],
-            "text": f"{format_count(counts[before, after])} "
-            + (f"within {before}" if before == after else f"from {before} to {after}"),
-        }
-        for before, after in order
-    ]
 
 
 def span_phases(report: ReportData, line: Timeline) -> list[int]:

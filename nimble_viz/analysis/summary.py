@@ -28,7 +28,7 @@ from nimble_viz.analysis.labels import (
 from nimble_viz.analysis.limit import distance, distance_doubt, limit
 from nimble_viz.analysis.live_memory import memory
 from nimble_viz.analysis.overhead import computing
-from nimble_viz.analysis.phases import phase_syncs, phases, profiled
+from nimble_viz.analysis.phases import phases, profiled
 from nimble_viz.analysis.provenance import provenance
 from nimble_viz.analysis.syncs import promise
 from nimble_viz.analysis.tiles import tiles
@@ -158,7 +158,6 @@ def _plan(report: ReportData, plan: Schedule) -> dict[str, Any]:
         "promise": promise(plan),
         "observed": observed(report, plan.policy),
         "added_order": len(plan.added_order),
-        "phases": phase_syncs(report, plan),
         "promises": _promises(plan.maximum_concurrency, plan.minimum_syncs),
     }
 

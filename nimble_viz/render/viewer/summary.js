@@ -24,20 +24,20 @@ export function buildSummary(node, app) {
     const line = (row) => el("tr", { class: row.wrong ? "nv-wrong" : null },
       el("td", null, named(row), row.wrong && el("span", { class: "nv-tag nv-warn" }, "outputs differ"), !row.stable && el("span", { class: "nv-tag nv-warn" }, "unstable")),
       number(row.streams ? count(row.streams) : ""), number(row.streams ? count(row.syncs) : ""), number(row.median, row.quartiles && el("span", { class: "nv-small" }, row.quartiles)), el("td", { class: "nv-num" }, ratio(row.single)),
-      number(row.cost, row.made && el("span", { class: "nv-small" }, `kernels ${row.made}`)), number(row.pays, row.pays_single && el("span", { class: "nv-small" }, `${row.pays_single} vs one stream`)), number(row.simulated), number(row.memory),
+      number(row.cost), number(row.pays), number(row.simulated), number(row.memory),
       el("td", null, el("span", { class: row.wrong ? "nv-cross" : row.equal ? "nv-tick" : "" }, row.wrong ? "✗ differ" : row.equal ? "✓ equal" : row.outputs), row.error && el("span", { class: "nv-small" }, `error ${row.error}`)),
       el("td", { class: row.wrong ? "nv-cross" : null }, row.outcome));
     return [el("p", null, `Captured while preparing, compared with eager, and timed in turn; quartiles below each median, 99.5% intervals below each ratio. Over one stream${facts.candidates.fused && facts.candidates.single === "one stream" ? ": of eager's own kernels" : ""}. Prepared in: making the kernels and capturing; break-even: after so many calls, against eager. A plan whose outputs differ cannot be chosen.`),
       el("div", { class: "nv-tried" }, table(heads, rows.map(line))),
-      folded.map((group) => el("details", { class: "nv-folded" }, el("summary", null, group.text), table([["Plan"], ["Streams", 1], ["Syncs", 1], ["Simulated", 1]], group.rows.map((row) => el("tr", null, el("td", null, row.label), number(count(row.streams)), number(count(row.syncs)), number(row.simulated))))))];
+      folded.map((text) => el("p", { class: "nv-under" }, `${text}.`))];
   };
   const plansTable = () => {
-    const what = facts.host ? "Calls" : "Kernels", read = facts.plans.some((entry) => entry.forks !== null), seen = facts.plans.some((entry) => entry.observed);
+    const what = facts.host ? "Calls" : "Kernels", seen = facts.plans.some((entry) => entry.observed);
     return [el("p", null, `Width of the DAG: ${facts.width}. So many calls at most need not wait for each other; no schedule has more calls in flight.`),
-      table([["Plan"], ["Streams", 1], ...(seen ? [[`${what} in flight`, 1]] : []), ...data.sync_counts.map(([, name]) => [name, 1]), ...(read ? data.sync_ends.map(([, name]) => [name, 1]) : [])], facts.plans.map((entry) => el("tr", null,
+      table([["Plan"], ["Streams", 1], ...(seen ? [[`${what} in flight`, 1]] : []), ...data.sync_counts.map(([, name]) => [name, 1])], facts.plans.map((entry) => el("tr", null,
         el("td", { class: "nv-plan" }, named(entry), kept(entry), el("span", { class: "nv-small", style: "white-space:normal" }, `promises: ${entry.promises}${entry.added_order ? `; adds ${count(entry.added_order)} orders` : ""}`)),
         number(count(entry.streams)), seen && (entry.observed ? number(`${count(entry.observed.most)} at most`, el("span", { class: "nv-small" }, `${entry.observed.mean} on average`), !entry.observed.reliable && el("span", { class: "nv-tag nv-warn" }, "unreliable")) : number(null)),
-        ...data.sync_counts.map(([key]) => (entry[key] === null ? number(facts.planned ? null : "not read") : optional(entry[key]))), ...(read ? data.sync_ends.map(([key]) => optional(entry[key])) : []))))];
+        ...data.sync_counts.map(([key]) => (entry[key] === null ? number(facts.planned ? null : "not read") : optional(entry[key]))))))];
   };
   const rivals = (rows) => [el("p", null, `Other ways to run the model, timed in turn with ours: ${facts.best || "none"}. Above 1x ours is faster; the 99.5% interval below a ratio alone decides. Prepared in: from the model to its first finished result.`),
     el("div", { class: "nv-tried" }, table([["Peer"], ["Median", 1], ["Ours over it", 1], ["Prepared in", 1], ["Outputs"], ["Outcome"]], rows.map((row) => el("tr", { class: row.wrong ? "nv-wrong" : null },
