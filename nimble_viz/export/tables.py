@@ -22,9 +22,10 @@ from nimble_core.ir.timeline import Span, Timeline
 from nimble_core.utils.errors import InputError
 from nimble_core.utils.files import write_file
 from nimble_viz.analysis.advice import Change, advice
+from nimble_viz.analysis.dag_layout import components
 from nimble_viz.analysis.gaps import Gap, replay_gaps
 from nimble_viz.analysis.labels import label_call, label_run, source_of
-from nimble_viz.analysis.overhead import module_tree
+from nimble_viz.analysis.overhead import grouped
 from nimble_viz.analysis.timeline import distortion
 from nimble_viz.analysis.work import CallWork, call_work, launches
 from nimble_viz.report.data import CallOverhead, HostSync, PeerResult, PhaseOverhead, ReportData
@@ -322,12 +323,20 @@ def _overhead(report: ReportData) -> _Columns:
 
 
 def _modules(report: ReportData) -> _Columns:
-    rows = [row for root in module_tree(report) for row in root if not row.own]
+    parts = [part.removesuffix("_ns") for part in ("overhead_ns", *_PARTS)]
+    rows: dict[tuple[str, ...], dict[str, float]] = {}
+    for inner in grouped(report, "module"):
+        steps = components(inner["name"])
+        for depth in range(len(steps)):
+            row = rows.setdefault(steps[: depth + 1], dict.fromkeys(("calls", *parts), 0.0))
+            for key in row:
+                row[key] += inner[key]
+    outer_first = sorted(rows)
     return {
-        "module": (str, [row.path for row in rows]),
-        "depth": (int, [row.depth for row in rows]),
-        "calls": (int, [len(row.eager) for row in rows]),
-        **{part: (float, [row.sums[part.removesuffix("_ns")] for row in rows]) for part in ("overhead_ns", *_PARTS)},
+        "module": (str, [".".join(steps) for steps in outer_first]),
+        "depth": (int, [len(steps) - 1 for steps in outer_first]),
+        "calls": (int, [int(rows[steps]["calls"]) for steps in outer_first]),
+        **{f"{part}_ns": (float, [rows[steps][part] for steps in outer_first]) for part in parts},
     }
 
 

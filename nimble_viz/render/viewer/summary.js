@@ -4,7 +4,7 @@ import { buildTiles } from "./tiles.js";
 import { card, count, definitions, el, table } from "./tools.js";
 
 export function buildSummary(node, app) {
-  const { data, facts, phased, phaseChip, kept, engineTable } = app;
+  const { data, facts, phased, phaseChip, kept } = app;
   const slowest = Math.max(...facts.speed.map((row) => row.median_ns), 1);
   const mark = (value) => (value && { faster: "nv-tick", slower: "nv-cross", undecided: "nv-open" }[value.verdict]) || null;
   const ratio = (value) => (value ? [el("span", { class: mark(value), title: value.full }, value.text), el("span", { class: "nv-small" }, value.interval)] : "–");
@@ -88,6 +88,5 @@ export function buildSummary(node, app) {
     !facts.profiled && card("Preparation", false, steps.length ? table([["Step"], [""], ["Time", 1]], [...steps.map((step) => el("tr", null, el("td", null, step.name), el("td", { style: "width:40%" }, el("div", { class: "nv-bar", style: `width:${(100 * step.ns) / most}%;margin-top:7px` })), el("td", { class: "nv-num" }, step.text))), el("tr", null, el("td", null, el("b", null, "Total")), el("td"), el("td", { class: "nv-num" }, el("b", null, facts.preparation_total)))]) : el("p", null, "Preparation was not timed.")),
     facts.profiled && card("What was profiled", false, definitions(facts.profiled.facts)),
     facts.profiled && card("Not in this report", false, el("ul", { class: "nv-list" }, facts.profiled.absent.map((row) => el("li", null, `${row.what}: ${row.why}`)))),
-    !facts.planned && !facts.profiled && card("Memory", facts.memory && facts.memory.engines.length > 0, facts.memory ? [facts.memory.facts.length > 0 && definitions(facts.memory.facts), facts.memory.engines.length > 0 && engineTable(facts.memory.engines)] : el("p", null, facts.host ? "Not tracked on the host device." : "Memory is unknown.")),
     card("Environment", false, definitions(facts.environment))));
 }

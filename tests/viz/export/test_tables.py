@@ -73,6 +73,19 @@ def test_calls_hold_cost_place_and_provenance() -> None:
     assert [row["call"] for row in rows if row["critical"]] == sorted(report.critical_path)
 
 
+def test_a_module_holds_all_that_is_in_it() -> None:
+    report = sample_report(120)
+    table = {column.name: column.cells for column in make_table(report, "modules").columns}
+    rows = dict(
+        zip(table["module"], zip(table["depth"], table["calls"], table["overhead_ns"], strict=True), strict=True)
+    )
+    assert report.overhead is not None
+    outer = [(calls, ns) for depth, calls, ns in rows.values() if depth == 0]
+    assert sum(calls for calls, _ in outer) == len(report.overhead.calls)
+    assert sum(ns for _, ns in outer) == pytest.approx(report.overhead.overhead_ns)
+    assert all(name.rpartition(".")[0] for name, (depth, _, _) in rows.items() if depth)
+
+
 def test_an_unmeasured_plan_has_missing_values() -> None:
     report = sample_report(20)
     unknown = replace(report, costs=replace(report.costs, spread_ns=(), demand=()), chosen="")
