@@ -8,7 +8,6 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,37 +33,15 @@ if TYPE_CHECKING:
     import pandas
 
 __all__ = [
-    "KINDS", "Column", "Table", "make_table", "no_formula", "to_csv", "to_dataframe", "write_table",
+    "KINDS", "Table", "make_table", "no_formula", "to_csv", "to_dataframe", "write_table",
     "write_tables",
 ]  # fmt: skip
 
 Cell = str | int | float | bool | None
 _CellType = type[str] | type[int] | type[float] | type[bool]
 _TYPES: dict[str, _CellType] = {"int": int, "float": float, "bool": bool}
-_Columns = dict[str, tuple[_CellType, Sequence[Cell]]]
-"""Type and cells of each column, by its name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """One column; ``None`` is a missing value."""
-
-    name: str
-    type: _CellType
-    cells: tuple[Cell, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Columns of one length."""
-
-    kind: str
-    columns: tuple[Column, ...]
-
-    @property
-    def rows(self) -> list[tuple[Cell, ...]]:
-        """Its rows, in order."""
-        return list(zip(*(column.cells for column in self.columns), strict=True))
+Table = dict[str, tuple[_CellType, Sequence[Cell]]]
+"""Type and cells of each column, by its name; None is a missing value."""
 
 
 def make_table(report: ReportData, kind: str) -> Table:
@@ -86,8 +63,7 @@ def make_table(report: ReportData, kind: str) -> Table:
     """
     if kind not in KINDS:
         raise InputError(f"there is no table {kind!r}", fix=f"one of {', '.join(KINDS)}")
-    columns = _MAKERS[kind](report)
-    return Table(kind, tuple(Column(name, of, tuple(cells)) for name, (of, cells) in columns.items()))
+    return _MAKERS[kind](report)
 
 
 def to_dataframe(report: ReportData, kind: str) -> pandas.DataFrame:
@@ -100,7 +76,9 @@ def to_dataframe(report: ReportData, kind: str) -> pandas.DataFrame:
             f"a data frame needs pandas: {error}",
             fix="pip install 'nimble-viz[export]', or export to a folder of CSV files, which needs no package",
         ) from error
-    return pandas.DataFrame({one.name: pandas.Series(one.cells, dtype=_dtype(one)) for one in table.columns})
+    return pandas.DataFrame(
+        {name: pandas.Series(cells, dtype=_dtype(of, cells)) for name, (of, cells) in table.items()}
+    )
 
 
 def to_csv(table: Table) -> str:
@@ -110,8 +88,8 @@ def to_csv(table: Table) -> str:
     """
     out = io.StringIO()
     writer = csv.writer(out)
-    writer.writerow([column.name for column in table.columns])
-    writer.writerows(map(no_formula, row) for row in table.rows)
+    writer.writerow(table)
+    writer.writerows(map(no_formula, row) for row in zip(*(cells for _, cells in table.values()), strict=True))
     return out.getvalue()
 
 
@@ -134,17 +112,17 @@ def write_table(report: ReportData, kind: str, path: Path) -> Path:
     return write_file(path, text.encode(errors="backslashreplace"))
 
 
-def _dtype(column: Column) -> str:
-    if column.type in (int, bool) and None in column.cells:
-        return "Int64" if column.type is int else "boolean"
-    return {int: "int64", float: "float64", bool: "bool", str: "object"}[column.type]
+def _dtype(of: _CellType, cells: Sequence[Cell]) -> str:
+    if of in (int, bool) and None in cells:
+        return "Int64" if of is int else "boolean"
+    return {int: "int64", float: "float64", bool: "bool", str: "object"}[of]
 
 
 def _join(values: Iterable[object]) -> str:
     return " ".join(map(str, values))
 
 
-def _told(of: type, rows: Iterable[object], *names: str) -> _Columns:
+def _told(of: type, rows: Iterable[object], *names: str) -> Table:
     """Return these attributes of ``rows`` as columns of the types that their class ``of`` declares; None has none."""
     declared = dict(of.__annotations__)
     declared |= {
@@ -158,7 +136,7 @@ def _told(of: type, rows: Iterable[object], *names: str) -> _Columns:
 # One function for each table.
 
 
-def _calls(report: ReportData) -> _Columns:
+def _calls(report: ReportData) -> Table:
     calls, costs = report.program.calls, report.costs
     chosen, critical = report.schedule(report.chosen), frozenset(report.critical_path)
     work = _told(
@@ -183,7 +161,7 @@ def _calls(report: ReportData) -> _Columns:
     }
 
 
-def _kernels(report: ReportData) -> _Columns:
+def _kernels(report: ReportData) -> Table:
     kernels = report.costs.kernels
     launched = _told(Launch, launches(report), "blocks", "resident", "waves", "occupancy")
     launched["blocks_resident"] = launched.pop("resident")
@@ -197,7 +175,7 @@ def _kernels(report: ReportData) -> _Columns:
     }
 
 
-def _spans(report: ReportData) -> _Columns:
+def _spans(report: ReportData) -> Table:
     rows = [(line, at, span) for line in report.timelines for at, span in enumerate(line.spans)]
     lines, lanes = [line for line, _, _ in rows], [line.lanes[span.lane] for line, _, span in rows]
     return {
@@ -211,7 +189,7 @@ def _spans(report: ReportData) -> _Columns:
     }
 
 
-def _gaps(report: ReportData) -> _Columns:
+def _gaps(report: ReportData) -> Table:
     rows = [(line, gap) for line in report.timelines for gap in replay_gaps(report, line)]
     names = ("call", "awaited", "start_ns", "end_ns", "launch_ns", "wait_ns", "unready_ns")
     return {
@@ -221,7 +199,7 @@ def _gaps(report: ReportData) -> _Columns:
     }
 
 
-def _syncs(report: ReportData) -> _Columns:
+def _syncs(report: ReportData) -> Table:
     rows = [(plan, *wait) for plan in report.schedules for wait in plan.syncs]
     hazards = dict(zip(report.graph.edges, report.graph.kinds, strict=True))
     return {
@@ -234,12 +212,12 @@ def _syncs(report: ReportData) -> _Columns:
     }
 
 
-def _host_syncs(report: ReportData) -> _Columns:
+def _host_syncs(report: ReportData) -> Table:
     rows = report.overhead.host_syncs if report.overhead else ()
     return _told(HostSync, rows, "kind", "count", "total_ns", "source", "phase")
 
 
-def _schedules(report: ReportData) -> _Columns:
+def _schedules(report: ReportData) -> Table:
     plans = report.schedules
     return {
         "schedule": (str, [plan.policy for plan in plans]),
@@ -251,7 +229,7 @@ def _schedules(report: ReportData) -> _Columns:
     }
 
 
-def _candidates(report: ReportData) -> _Columns:
+def _candidates(report: ReportData) -> Table:
     rows = report.candidates
     return {
         "candidate": (str, [one.name for one in rows]),
@@ -265,7 +243,7 @@ def _candidates(report: ReportData) -> _Columns:
     }
 
 
-def _measurements(report: ReportData) -> _Columns:
+def _measurements(report: ReportData) -> Table:
     rows = report.measurements
     ratios = [report.ratio(taken.name) for taken in rows]
     over = _told(Ratio, ratios, "value", "low", "high")
@@ -284,7 +262,7 @@ def _measurements(report: ReportData) -> _Columns:
     }
 
 
-def _samples(report: ReportData) -> _Columns:
+def _samples(report: ReportData) -> Table:
     rows = [
         (taken.name, at, ns)
         for taken in report.measurements
@@ -297,7 +275,7 @@ def _samples(report: ReportData) -> _Columns:
     }
 
 
-def _peers(report: ReportData) -> _Columns:
+def _peers(report: ReportData) -> Table:
     rows = report.peers
     return {
         "peer": (str, [peer.name for peer in rows]),
@@ -311,7 +289,7 @@ def _peers(report: ReportData) -> _Columns:
 _PARTS = ("python_ns", "dispatch_ns", "allocation_ns", "launch_ns", "tail_ns", "work_ns", "exposed_ns")
 
 
-def _overhead(report: ReportData) -> _Columns:
+def _overhead(report: ReportData) -> Table:
     rows = report.overhead.calls if report.overhead else ()
     calls = [report.eager_calls[row.call] for row in rows]
     return {
@@ -322,7 +300,7 @@ def _overhead(report: ReportData) -> _Columns:
     }
 
 
-def _modules(report: ReportData) -> _Columns:
+def _modules(report: ReportData) -> Table:
     parts = [part.removesuffix("_ns") for part in ("overhead_ns", *_PARTS)]
     rows: dict[tuple[str, ...], dict[str, float]] = {}
     for inner in grouped(report, "module"):
@@ -340,11 +318,11 @@ def _modules(report: ReportData) -> _Columns:
     }
 
 
-def _phases(report: ReportData) -> _Columns:
+def _phases(report: ReportData) -> Table:
     return _told(PhaseOverhead, report.overhead.phases if report.overhead else (), "phase", "host_ns", *_PARTS)
 
 
-def _split(report: ReportData) -> _Columns:
+def _split(report: ReportData) -> Table:
     found = advice(report)
     rows = [(split, name, ns) for split in (found.replay,) if split for name, ns, _ in split.rows]
     return {
@@ -355,13 +333,13 @@ def _split(report: ReportData) -> _Columns:
     }
 
 
-def _advice(report: ReportData) -> _Columns:
+def _advice(report: ReportData) -> Table:
     rows = advice(report).changes
-    named: _Columns = {"change": (str, [one.what for one in rows])}
+    named: Table = {"change": (str, [one.what for one in rows])}
     return named | _told(Change, rows, "run", "gain_ns", "of_ns", "basis", "per_sample", "why")
 
 
-_MAKERS: dict[str, Callable[[ReportData], _Columns]] = {
+_MAKERS: dict[str, Callable[[ReportData], Table]] = {
     "calls": _calls,
     "kernels": _kernels,
     "spans": _spans,

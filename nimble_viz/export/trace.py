@@ -15,7 +15,7 @@ from nimble_core.utils.errors import InputError
 from nimble_core.utils.units import format_ns
 from nimble_viz.analysis.labels import context, label_call, label_run, source_of
 from nimble_viz.analysis.phases import PHASES, span_phases
-from nimble_viz.analysis.timeline import distorted, distortion
+from nimble_viz.analysis.timeline import distorted
 from nimble_viz.report.data import ReportData
 
 __all__ = [
@@ -29,11 +29,9 @@ Argument = tuple[str, Value]
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One run: a group of tracks with a time axis that starts at 0; how it was measured as values and in words."""
+    """One run: a group of tracks with a time axis that starts at 0; ``labels``: how it was measured."""
 
     name: str
-    run: str
-    arguments: tuple[Argument, ...]
     labels: tuple[str, ...]
 
 
@@ -97,8 +95,7 @@ def make_trace(report: ReportData) -> Trace:
     flows: list[Flow] = []
     for line in sorted(report.timelines, key=lambda line: line.run != "eager"):
         _add_run(report, line, len(processes), tracks, slices, flows)
-        name, run = _text(label_run(report, line.run)), _text(line.run)
-        processes.append(Process(name, run, _run_arguments(report, line), tuple(_run_labels(report, line))))
+        processes.append(Process(_text(label_run(report, line.run)), tuple(_run_labels(report, line))))
     where = report.environment
     stamp = (("model", report.model), ("context", context(report)), ("torch", where.torch), ("date", where.date))
     return Trace(
@@ -146,9 +143,7 @@ def _add_run(
         tracks.append(Track(process, name if name not in taken else f"{name} [{len(tracks)}]", lane, not taken))
         slices.extend(members)
 
-    whole = Slice(
-        len(tracks), 0, max((end for _, end in times), default=0), _text(line.run), "run", _run_arguments(report, line)
-    )
+    whole = Slice(len(tracks), 0, max((end for _, end in times), default=0), _text(line.run), "run")
     add_track("run", None, [whole])
     for row, stretches in enumerate(_rows(_phase_stretches(report, line, shift), nested=False)):
         marks = [Slice(len(tracks), start, end, PHASES[at], PHASES[at]) for start, end, at in stretches]
@@ -239,26 +234,6 @@ def _phase_stretches(report: ReportData, line: Timeline, shift: float) -> list[t
         for one in report.overhead.phases
         for start, end in one.spans
     ]
-
-
-def _run_arguments(report: ReportData, line: Timeline) -> tuple[Argument, ...]:
-    found: list[Argument] = [
-        ("source", line.source),
-        ("clock", _text(line.clock)),
-        ("profiled_ns", round(line.profiled_ns)),
-        ("unprofiled_ns", round(line.unprofiled_ns)),
-    ]
-    if line.unprofiled_ns:
-        found.append(("profiled_over_unprofiled", round(distortion(line), 3)))
-        found.append(("distorted", distorted(report, line)))
-    found.append(("reliable", line.reliable))
-    if line.check is not None:
-        found.append(("kernels_seen", line.check.seen))
-        found.append(("nodes_expected", line.check.expected))
-        found.append(("kernels_told_by", _text(line.check.by)))
-    if line.note:
-        found.append(("note", _text(line.note)))
-    return tuple(found)
 
 
 def _run_labels(report: ReportData, line: Timeline) -> Iterator[str]:

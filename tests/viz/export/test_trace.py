@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nimble_core.ir.timeline import Lane, Span, Timeline
+from nimble_viz.analysis.labels import label_run
 from nimble_viz.export.trace import Slice, Trace, make_trace
 from nimble_viz.render.report import Report
 from tests.support.sample_reports import CASES, fused_report, sample_report, training_report
@@ -47,7 +48,7 @@ def check(report: Report) -> Trace:
     """All that a Trace promises, of the trace of ``report``."""
     trace = make_trace(report)
     ordered = sorted(report.timelines, key=lambda line: line.run != "eager")
-    assert [process.run for process in trace.processes] == [line.run for line in ordered]
+    assert [process.name for process in trace.processes] == [label_run(report, line.run) for line in ordered]
     for process, line in enumerate(ordered):
         shift = -min(0.0, min((span.start_ns for span in line.spans), default=0.0))
         assert Counter(
