@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from nimble_core.ir.timeline import Lane, Span, Timeline
-from nimble_core.utils.units import format_count, format_ns, format_percent, format_ratio
-from nimble_viz.analysis.concurrency import flight_times, flights, in_flight
+from nimble_core.utils.units import format_count, format_ns, format_ratio
+from nimble_viz.analysis.concurrency import in_flight
 from nimble_viz.analysis.gaps import Gap, longest_gaps, lost, replay_gaps, stream_times
 from nimble_viz.analysis.labels import about, doubt_of, label_run, planned, share_rows
 from nimble_viz.analysis.overhead import IDLE
@@ -195,10 +195,7 @@ def _facts(report: ReportData, line: Timeline, found: list[Gap]) -> list[tuple[s
     on_device = any(_on_device(lane) for lane in line.lanes)
     if on_device and line.spans:
         most, mean = in_flight(line)
-        times = flight_times(flights(line))
-        side = format_percent(sum(times[2:]) / line.length_ns) if line.length_ns else "0%"
-        more = f"; two or more for {side} of the time" if most > 1 else ""
-        facts.append(("In flight", f"{most} at most, {mean:.2f} on average{more}"))
+        facts.append(("In flight", f"{most} at most, {mean:.2f} on average"))
     spent = ", ".join(f"{row['name']} {row['share']}" for row in _lost(report, line, found))
     if spent:
         facts.append(("Time of the device" if line.run == "eager" else "Time of its streams", spent))
