@@ -47,7 +47,6 @@ def dag(report: ReportData) -> dict[str, Any]:
             "from": [u for u, _ in graph.edges],
             "reach": [v - u for u, v in graph.edges],
             "minimum": [int(edge in minimum) for edge in graph.edges],
-            "kind": graph.kinds,
             "critical": report.critical_path,
         },
         "plans": [

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from nimble_core.ir.program import Call
 from nimble_core.ir.timeline import Timeline
 from nimble_core.utils.units import format_ns, format_percent
-from nimble_viz.analysis.labels import label_run, plural, trains
+from nimble_viz.analysis.labels import label_run, trains
 from nimble_viz.report.data import STAGES, Bound, ReportData, Stage
 
 __all__ = [
@@ -32,8 +31,8 @@ def phases(report: ReportData) -> dict[str, Any] | None:
 
     A row has the phase's calls, their isolated cost, that of those on the critical path, what the phase takes in
     profiled eager and how much of it is overhead, and for each replay (named in ``runs``) how long any of its calls
-    ran: phases may run side by side, so these may add up to more than the replay takes. ``inside`` says of a phase
-    whose calls are all parts of fused calls of others in which they are; its costs are theirs, and empty here.
+    ran: phases may run side by side, so these may add up to more than the replay takes. Costs of a phase all of whose
+    calls are parts of fused calls of others are empty.
     """
     if not _phased(report):
         return None
@@ -49,8 +48,7 @@ def phases(report: ReportData) -> dict[str, Any] | None:
     for phase in PHASES:
         own = [call.index for call in calls if stages[call.index] == phase]
         eager = profiled.get(phase)
-        inside = "" if own else _inside(report, phase)
-        if not own and eager is None and not inside:
+        if not own and eager is None:
             continue
         cost = sum(ns[index] for index in own)
         path = sum(ns[index] for index in own if index in critical)
@@ -59,11 +57,10 @@ def phases(report: ReportData) -> dict[str, Any] | None:
             {
                 "phase": phase,
                 "calls": len(own),
-                "inside": inside,
-                "cost": format_ns(cost) if measured and not inside else "",
+                "cost": format_ns(cost) if measured and own else "",
                 "cost_ns": cost if measured else 0.0,
-                "share": format_percent(cost / total) if measured and total and not inside else "",
-                "path": format_ns(path) if measured and not inside else "",
+                "share": format_percent(cost / total) if measured and total and own else "",
+                "path": format_ns(path) if measured and own else "",
                 "eager": format_ns(host) if eager else "",
                 "eager_ns": host,
                 "overhead": format_percent(eager.overhead_ns / host) if eager and host else "",
@@ -72,18 +69,6 @@ def phases(report: ReportData) -> dict[str, Any] | None:
             }
         )
     return {"runs": [label_run(report, line.run) for line in lines], "rows": rows}
-
-
-def _inside(report: ReportData, phase: Stage) -> str:
-    """Say which fused calls of other phases hold this one: ``"inside 2 calls of backward"``."""
-    if report.eager is None:
-        return ""
-    eager = report.eager.calls
-    holders: Counter[Stage] = Counter(
-        call.phase for call in report.program.calls if any(eager[index].phase == phase for index in call.eager)
-    )
-    named = ", ".join(f"{plural(holders[one], 'call')} of {one}" for one in PHASES if holders[one])
-    return f"inside {named}" if named else ""
 
 
 def span_phases(report: ReportData, line: Timeline) -> list[int]:

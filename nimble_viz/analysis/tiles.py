@@ -33,7 +33,6 @@ _WHAT_COMPARE_SAYS = (
 )
 _CREDIBLE = 0.9
 """A bound above this share of the time is no news, and not said."""
-_NO_PEER = "not compared with torch.compile"
 _COMPILED = 'options=Options(fuse="inductor")'
 _DIAGNOSE = "from nimble_viz import diagnose\nprint(diagnose(model, *args))"
 _AGAIN = "options=Options(budget_s=120)"
@@ -166,7 +165,7 @@ def _next(report: ReportData) -> dict[str, Any]:
         what = "Find what keeps the model from being prepared" if not wrong_runs(report) else "Find what differs"
         return _step(
             f"{what}: diagnose names each line and its remedy.",
-            "from nimble_viz import diagnose\nprint(diagnose(model, *args))",
+            _DIAGNOSE,
         )
     if not report.complete:
         return _step("Measure again to the end: this run was interrupted.", _compare(report))

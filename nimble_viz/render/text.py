@@ -189,10 +189,8 @@ def _phases(found: dict[str, Any]) -> list[RenderableType]:
     ]
     heads = (("", ""), *((row["phase"], "r") for row in rows))
     table = make_table(heads, [(name, *(cell or "-" for cell in cells)) for name, cells in lines if any(cells)])
-    notes = [f"{row['phase']}: {row['inside']}, fused with theirs" for row in rows if row["inside"]]
-    if found["runs"]:
-        notes.insert(0, "replays: while any call of the phase ran; phases may run side by side")
-    return [table, *(note(one) for one in notes)]
+    side = "replays: while any call of the phase ran; phases may run side by side"
+    return [table, *[note(side)] * bool(found["runs"])]
 
 
 def _candidates(tried: dict[str, Any]) -> list[RenderableType]:
@@ -333,26 +331,21 @@ def _computing(found: dict[str, Any]) -> list[RenderableType]:
 
 def _overhead(report: ReportData, profile: dict[str, Any]) -> list[RenderableType]:
     body: list[RenderableType] = [pairs(profile["facts"])]
-    operators = grouped(report, "operator")
-    if not operators:
+    rows = grouped(report, "operator")
+    if not rows:
         return body
-    body += [words(""), _groups("operator", operators)]
-    modules = grouped(report, "module")
-    if len(modules) > 1:
-        body += [words(""), _groups("module", modules)]
     legend = words("parts: ")
     for fill, colour, part in zip(FILLS, COLOURS, PARTS, strict=True):
         share = profile["totals"][part] / (sum(profile["totals"][one] for one in PARTS) or 1)
         legend.append(f"{fill} {part} {format_percent(share)}  ", colour)
-    for name, groups in (("operator", operators), ("module", modules)):
-        rest = sum(row["overhead"] for row in groups[_TOP:])
-        if len(groups) > _TOP and len(modules) > (name == "module"):
-            legend.append(f"\nand {plural(len(groups) - _TOP, name)} more, {format_ns(rest)} together", "dim")
-    return [*body, legend]
+    if len(rows) > _TOP:
+        rest = sum(row["overhead"] for row in rows[_TOP:])
+        legend.append(f"\nand {plural(len(rows) - _TOP, 'operator')} more, {format_ns(rest)} together", "dim")
+    return [*body, words(""), _operators(rows), legend]
 
 
-def _groups(by: str, rows: Sequence[dict[str, Any]]) -> Table:
-    heads = ((by, ""), ("calls", "r"), ("overhead", "r"), ("per call", "r"), ("exposed", "r"), ("parts", ""))
+def _operators(rows: Sequence[dict[str, Any]]) -> Table:
+    heads = (("operator", ""), ("calls", "r"), ("overhead", "r"), ("per call", "r"), ("exposed", "r"), ("parts", ""))
     cells = [
         (
             row["name"],

@@ -52,7 +52,7 @@ export function buildSummary(node, app) {
   const byPhase = ({ rows, runs: names }) => {
     const most = rows.reduce((all, row) => Math.max(all, row.cost_ns), 1), profiled = rows.some((row) => row.eager);
     return [el("p", null, `Isolated: all calls of the phase, one by one; on the path: those on the critical path.${profiled ? " Eager: profiled, on the host, with the share that is overhead." : ""}${names.length ? " Replays: while any call of the phase ran; phases may run side by side." : ""}`),
-      table([["Phase"], ["Calls", 1], ["Isolated", 1], [""], ["On the path", 1], ...(profiled ? [["Eager", 1]] : []), ...names.map((name) => [name, 1])], rows.map((row) => el("tr", null, el("td", null, phaseChip(row.phase)), number(count(row.calls), row.inside && el("span", { class: "nv-small" }, `${row.inside}, fused with theirs`)), number(row.cost, row.share && el("span", { class: "nv-small" }, row.share)),
+      table([["Phase"], ["Calls", 1], ["Isolated", 1], [""], ["On the path", 1], ...(profiled ? [["Eager", 1]] : []), ...names.map((name) => [name, 1])], rows.map((row) => el("tr", null, el("td", null, phaseChip(row.phase)), number(count(row.calls)), number(row.cost, row.share && el("span", { class: "nv-small" }, row.share)),
         el("td", { style: "min-width:60px;width:18%" }, el("div", { class: "nv-bar", style: `width:${(100 * row.cost_ns) / most}%;margin-top:7px;background:var(--${row.phase})` })), number(row.path), profiled && number(row.eager, row.overhead && el("span", { class: "nv-small" }, `${row.overhead} overhead`)), row.replays.map((time) => number(time)))))];
   };
   const hostPhases = ({ rows }) => {
