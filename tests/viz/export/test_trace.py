@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nimble_core.ir.timeline import Lane, Span, Timeline
-from nimble_viz.analysis.labels import label_run
+from nimble_viz.analysis.labels import label_run, visible
 from nimble_viz.export.trace import Slice, Trace, make_trace
 from nimble_viz.render.report import Report
 from tests.support.sample_reports import CASES, fused_report, sample_report, training_report
@@ -55,7 +55,7 @@ def check(report: Report) -> Trace:
             (trace.tracks[one.track].lane, one.start_ns, one.end_ns, one.name, dict(one.arguments).get("call"))
             for one in lanes_of(trace, process)
         ) == Counter(
-            (span.lane, round(span.start_ns + shift), round(span.end_ns + shift), span.name, span.call)
+            (span.lane, round(span.start_ns + shift), round(span.end_ns + shift), visible(span.name), span.call)
             for span in line.spans
         )
         names = [track.name for track in trace.tracks if track.process == process]
