@@ -182,12 +182,10 @@ def _facts(report: ReportData) -> list[tuple[str, str]]:
         ("Critical path", f"{format_ns(report.critical_path_ns)} over {path}, by isolated times" if measured else path),
         ("Costs from", report.costs.source),
     ]
-    if measured:
-        facts.insert(6, ("Concurrency there is", format_ratio(report.costs.total_ns / report.critical_path_ns)))
+    if measured and report.costs.demand:
         bound = limit_ns(report.costs, report.critical_path_ns)
         by = "SM time of all calls over SMs" if bound > report.critical_path_ns else "the critical path"
-        if report.costs.demand:
-            facts.insert(7, ("Limit: the longer of critical path and shared work", f"{format_ns(bound)}, {by}"))
+        facts.insert(6, ("Limit: the longer of critical path and shared work", f"{format_ns(bound)}, {by}"))
     origin = provenance(report)
     return facts[:1] + (origin["facts"] if origin else []) + facts[1:]
 
