@@ -64,7 +64,6 @@ def phases(report: ReportData) -> dict[str, Any] | None:
                 "eager": format_ns(host) if eager else "",
                 "eager_ns": host,
                 "overhead": format_percent(eager.overhead_ns / host) if eager and host else "",
-                "parts": _parts(report, phase),
                 "replays": [format_ns(times[phase]) if times[phase] else "" for times in busy],
             }
         )
@@ -113,14 +112,6 @@ def _stages(report: ReportData, calls: Sequence[Call]) -> list[Stage]:
 
 def _on_device(line: Timeline, lane: int) -> bool:
     return line.lanes[lane].kind == "gpu"
-
-
-def _parts(report: ReportData, phase: Stage) -> dict[str, int]:
-    one = next((one for one in report.overhead.phases if one.phase == phase), None) if report.overhead else None
-    if one is None:
-        return {}
-    parts = ("python", "dispatch", "allocation", "launch", "tail", "work", "exposed")
-    return {part: round(getattr(one, f"{part}_ns")) for part in parts}
 
 
 def _busy(calls: tuple[Call, ...], line: Timeline) -> dict[Stage, float]:
@@ -180,9 +171,9 @@ def spent(report: ReportData) -> dict[str, Any] | None:
 
 
 def profiled(report: ReportData) -> dict[str, Any] | None:
-    """Return ``spent``, how iterations were looked at, and what is absent; None if this is no profile."""
-    taken, found = report.sampling, spent(report)
-    if taken is None or found is None:
+    """Say how iterations were looked at, and what is absent; None if this is no profile."""
+    taken = report.sampling
+    if taken is None:
         return None
     facts = [
         ("What was profiled", taken.subject),
@@ -196,7 +187,7 @@ def profiled(report: ReportData) -> dict[str, Any] | None:
         facts.append(("Without the profiler", f"{format_ns(timed.median_ns)}, spread {format_percent(timed.spread)}"))
     if taken.loader_ns >= 0:
         facts.append(("Wait for the data loader, without the profiler", format_ns(taken.loader_ns)))
-    return {**found, "facts": facts, "absent": [{"what": what, "why": why} for what, why in ABSENT]}
+    return {"facts": facts, "absent": [{"what": what, "why": why} for what, why in ABSENT]}
 
 
 def _spent(report: ReportData) -> tuple[dict[str, float], str]:

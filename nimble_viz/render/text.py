@@ -83,9 +83,7 @@ def _sections(report: ReportData, most: int) -> Iterator[tuple[str, str, list[Re
     """Yield of each section the names of the views that it belongs to, its title and its body."""
     tables = summary(report)
     if tables["profiled"]:
-        found = tables["profiled"]
-        parts = _parts("", found["rows"], found["bound"]), note(f"shares {found['basis']}"), pairs(found["facts"])
-        yield "summary", "What an iteration is spent on", [*parts]
+        yield "summary", "What was profiled", [pairs(tables["profiled"]["facts"])]
     if tables["computing"]:
         yield "summary overhead", "What computes", _computing(tables["computing"])
     if tables["speed"] and not tables["profiled"]:
@@ -130,15 +128,6 @@ def _sections(report: ReportData, most: int) -> Iterator[tuple[str, str, list[Re
     yield "summary", "Environment", [pairs(tables["environment"])]
     if tables["warnings"]:
         yield "summary", "Warnings", [bullet(warning) for warning in tables["warnings"]]
-
-
-def _parts(title: str, rows: Sequence[dict[str, Any]], bold: str = "") -> Table:
-    """Draw what a time is made of, the part called ``bold`` in bold."""
-    cells = []
-    for row in rows:
-        style = "bold" if row["name"] == bold else ""
-        cells.append((*(words(row[key], style) for key in ("name", "text", "share")), note(row["meaning"])))
-    return make_table(((title, ""), ("time", "r"), ("share", "r"), ("what it is", "")), cells)
 
 
 def _speed(rows: Sequence[dict[str, Any]]) -> list[RenderableType]:
@@ -220,7 +209,9 @@ def _advice(found: dict[str, Any]) -> list[RenderableType]:
         bullet(f"{change['what']}: {change['gain']}; {change['why']}") for change in found["changes"]
     ]
     if split := found["replay"]:
-        body += [_parts(split["run"], split["rows"]), note(split["note"])]
+        heads = ((split["run"], ""), ("time", "r"), ("share", "r"), ("what it is", ""))
+        rows = [(row["name"], row["text"], row["share"], note(row["meaning"])) for row in split["rows"]]
+        body += [make_table(heads, rows), note(split["note"])]
     return body
 
 

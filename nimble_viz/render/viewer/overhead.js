@@ -5,8 +5,7 @@ import { card, count, el, time } from "./tools.js";
 const WHOLE = [["waiting", "Waits for the device"], ["loader", "Waits for the data loader"], ["remainder", "Unattributed"]];
 const PARTS = [["python", "Python"], ["dispatch", "Dispatch"], ["allocation", "Allocation"], ["launch", "Launch"], ["tail", "Tail"]];
 export function buildOverhead(node, app) {
-  const { data, eager, cost, facts, phased, together, fate, matches, state, selected, selectEager, onSelect,
-    phaseChip, panes } = app;
+  const { data, eager, cost, together, fate, matches, state, selected, selectEager, onSelect, panes } = app;
   if (!data.overhead) { node.append(el("div", { class: "nv-empty" }, "Eager was not profiled, so there is nothing to say about where its host time went.")); return; }
   if (!cost.call.length) { node.append(el("div", { class: "nv-empty" }, "No call of the program was found in the profile.")); return; }
   const { totals, serial } = data.overhead, view = { by: "operator", sort: "overhead", text: "", limit: 200 };
@@ -18,8 +17,6 @@ export function buildOverhead(node, app) {
   const overheadSum = PARTS.reduce((sum, [key]) => sum + totals[key], 0);
   const rest = { waiting: data.overhead.waiting_ns, loader: data.overhead.loader_ns, remainder: Math.max(0, data.overhead.remainder_ns) };
   const whole = { ...totals, ...rest, host: overheadSum + (serial ? totals.work : 0) + rest.waiting + rest.loader + rest.remainder };
-  const spent = phased ? facts.phases.rows.filter((row) => row.parts.work !== undefined).map(({ phase, parts }) => ({ phase, ...parts, host: PARTS.reduce((sum, [key]) => sum + parts[key], serial ? parts.work : 0) })).filter((row) => row.host > 0 || row.work > 0) : [];
-  const longestPhase = spent.reduce((most, row) => Math.max(most, row.host, row.work), 1);
   const list = el("div", { class: "nv-rows" }), status = el("span", { class: "nv-push", role: "status" });
   const buttons = {};
   const by = (key, text) => (buttons[key] = el("button", { class: "nv-plain", type: "button", "aria-pressed": "false", onclick: () => { view.by = key; view.limit = 200; fill(); } }, text));
@@ -72,7 +69,6 @@ export function buildOverhead(node, app) {
       card("One eager iteration, profiled", true,
         el("p", null, `${time(data.overhead.profiled_ns)} profiled; ${data.overhead.unprofiled_ns ? time(data.overhead.unprofiled_ns) : "not timed"} without the profiler. The parts are shares of the profiled run; believe wall times only from the unprofiled one.`),
         el("div", { class: "nv-whole" }, bars(whole, whole.host || 1)),
-        spent.length > 0 && el("div", { class: "nv-by-phase" }, spent.map((row) => [phaseChip(row.phase), bars(row, longestPhase), el("span", { class: "nv-num" }, time(row.host))])),
         el("div", { class: "nv-columns" }, data.overhead.facts.map(([name, value]) => el("div", null, el("span", { class: "nv-small" }, name), value)))),
       card("From module to kernel", true, buildIcicle(app))),
     data.overhead.warnings.map((text) => el("div", { class: "nv-note", style: "margin:0 0 10px" }, text)), list);

@@ -8,7 +8,7 @@ import pytest
 
 from nimble_core.ir.measurement import summarize
 from nimble_viz.analysis.overhead import PARTS, grouped, idle_causes, overhead
-from nimble_viz.analysis.phases import PHASES, phases, profiled, span_phases
+from nimble_viz.analysis.phases import PHASES, phases, span_phases, spent
 from nimble_viz.analysis.tiles import verdict
 from nimble_viz.render.report import Report
 from nimble_viz.render.text import plain_text
@@ -42,19 +42,19 @@ def test_the_verdict_is_the_largest_share(report: Report) -> None:
 def test_shares_are_those_without_the_profiler_where_it_was_timed(report: Report) -> None:
     # Of 220 µs of input 200 were the loader's, under the profiler; without it the loader took 300.
     timed = with_bound(report, 220_000, 262_000, 518_000, unprofiled=700_000, loader=300_000)
-    found = profiled(timed)
+    found = spent(timed)
     assert found is not None
     assert {row["name"]: row["ns"] for row in found["rows"]} == {"input": 320_000, "device": 262_000, "host": 118_000}
     assert (found["bound"], found["basis"]) == ("input", "of an iteration without the profiler")
     assert "takes 700 µs; input-bound: host 16.9% (118 µs), device 37.4% (262 µs), input 45.7%" in verdict(timed)
-    short = profiled(with_bound(report, 220_000, 262_000, 518_000, unprofiled=100_000, loader=90_000))
+    short = spent(with_bound(report, 220_000, 262_000, 518_000, unprofiled=100_000, loader=90_000))
     assert short is not None
     assert [row["ns"] for row in short["rows"]] == [100_000, 0, 0]
 
 
 def test_without_a_gpu_the_rest_is_split_as_under_the_profiler(report: Report) -> None:
     host = replace(report, environment=replace(report.environment, device="cpu"))
-    found = profiled(with_bound(host, 200_000, 600_000, 200_000, unprofiled=500_000, loader=100_000))
+    found = spent(with_bound(host, 200_000, 600_000, 200_000, unprofiled=500_000, loader=100_000))
     assert found is not None
     assert [row["ns"] for row in found["rows"]] == [100_000, 300_000, 100_000]
 
