@@ -9,6 +9,7 @@ from typing import Any
 from nimble_core.ir.program import Call
 from nimble_core.ir.timeline import Timeline
 from nimble_core.utils.units import format_ns, format_percent
+from nimble_viz.analysis.intervals import covered
 from nimble_viz.analysis.labels import label_run, trains
 from nimble_viz.report.data import STAGES, Bound, ReportData, Stage
 
@@ -115,15 +116,12 @@ def _on_device(line: Timeline, lane: int) -> bool:
 
 
 def _busy(calls: tuple[Call, ...], line: Timeline) -> dict[Stage, float]:
-    """Measure the union of the spans of each phase's calls, ns; spans are sorted by start."""
-    busy: dict[Stage, float] = dict.fromkeys(PHASES, 0.0)
-    reached = dict.fromkeys(PHASES, float("-inf"))
+    """Measure for how long any call of each phase ran, ns."""
+    spans: dict[Stage, list[tuple[float, float]]] = {phase: [] for phase in PHASES}
     for span in line.spans:
         if span.call is not None:
-            phase = calls[span.call].phase
-            busy[phase] += max(0.0, span.end_ns - max(span.start_ns, reached[phase]))
-            reached[phase] = max(reached[phase], span.end_ns)
-    return busy
+            spans[calls[span.call].phase].append((span.start_ns, span.end_ns))
+    return {phase: covered(own) for phase, own in spans.items()}
 
 
 # Code that nobody wrapped.
