@@ -28,11 +28,12 @@ function icicleTree({ data, cost, eager, runs, phased }, device) {
 }
 
 export function buildIcicle(app) {
-  const { fused, data, eager, sourceOf, select, selectEager, selectAll, showTip } = app, box = el("div", { class: "nv-icicle" });
+  const { fused, data, eager, sourceOf, select, selectEager, selectAll, showTip } = app, box = el("div", { class: "nv-icicle", onpointerleave: () => showTip() });
   let device = true, focus = null, root = null;
   const pick = (node) => { const [call] = node.calls; if (node.calls.length > 1) { if (fused) selectAll([], node.calls, "overhead"); else selectAll(node.calls, [], "overhead"); } else if (fused) selectEager(call, "overhead"); else select(call, "overhead"); };
   const tell = (node) => [node.name, `${time(node.ns)}, ${percent(node.ns / (root.ns || 1))} of ${device ? "all work" : "all host time"}`, `${node.kind}, ${count(node.calls.length)} call${node.calls.length === 1 ? "" : "s"}, ${time(node.exposed)} of overhead exposed`, sourceOf(node.calls[0], eager)];
   function draw() {
+    showTip(); // what it is about may be gone
     root = icicleTree(app, device);
     const path = [root];
     for (const key of focus ?? []) { const next = path[path.length - 1].inside.get(key); if (!next) break; path.push(next); }
@@ -40,7 +41,7 @@ export function buildIcicle(app) {
     let deepest = 0;
     const show = (node, keys, left, width, level) => {
       deepest = Math.max(deepest, level);
-      board.append(el("button", { type: "button", class: `nv-ice-${node.kind}`, style: `left:${100 * left}%;width:${100 * width}%;top:${ICE_TALL * level}px`, onclick: () => { focus = keys; draw(); if (keys.length) pick(node); }, onpointermove: (event) => showTip(event, tell(node)), onpointerleave: () => showTip(), "aria-label": node.name }, width > ICE_NAMED && node.name));
+      board.append(el("button", { type: "button", class: `nv-ice-${node.kind}`, style: `left:${100 * left}%;width:${100 * width}%;top:${ICE_TALL * level}px`, onclick: () => { focus = keys; draw(); if (keys.length) pick(node); }, onpointermove: (event) => showTip(event, tell(node)), "aria-label": node.name }, width > ICE_NAMED && node.name));
       if (level < path.length - 1) return;
       let at = left;
       for (const [key, one] of [...node.inside].sort(([, a], [, b]) => b.ns - a.ns)) { const part = width * (one.ns / (node.ns || 1)); if (part > ICE_LEAST) show(one, [...keys, key], at, part, level + 1); at += part; }
