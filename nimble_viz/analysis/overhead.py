@@ -74,8 +74,8 @@ def overhead(report: ReportData) -> dict[str, Any] | None:
     }
 
 
-def grouped(report: ReportData, by: Literal["operator", "module", "phase"]) -> list[dict[str, Any]]:
-    """Sum the profiled calls by operator, innermost module or phase, most overhead first; nanoseconds.
+def grouped(report: ReportData, by: Literal["operator", "module"]) -> list[dict[str, Any]]:
+    """Sum the profiled calls by operator or innermost module, most overhead first; nanoseconds.
 
     A row has ``name``, ``calls``, ``overhead``, ``exposed``, ``hidden``, ``work`` and each of ``PARTS``; ``whole``: it
     holds the time of calls that were not found (see ``shared``), so no mean over its calls is one of theirs. The rows
@@ -104,26 +104,27 @@ def computing(report: ReportData, by: Literal["operator", "module"]) -> list[dic
     for row in report.overhead.calls if report.overhead is not None else ():
         name, found = group_name(report, row.call, by), (row.work_ns, report.eager_calls[row.call])
         longest[name] = max(longest.get(name, found), found, key=lambda one: one[0])
+
+    def sizes(ref: TensorRef) -> str:
+        return "×".join(map(str, ref.sizes)) or "scalar"
+
     rows = grouped(report, by)
     total = sum(row["work"] for row in rows) or 1.0
     return [
-        row | {"share": row["work"] / total, "sizes": ", ".join(map(_sizes, longest[row["name"]][1].reads[:3]))}
+        row | {"share": row["work"] / total, "sizes": ", ".join(map(sizes, longest[row["name"]][1].reads[:3]))}
         for row in sorted(rows, key=lambda row: (-row["work"], row["name"]))
         if row["work"] > 0
     ]
 
 
-def _sizes(ref: TensorRef) -> str:
-    return "×".join(map(str, ref.sizes)) or "scalar"
-
-
-def group_name(report: ReportData, call: int, by: Literal["operator", "module", "phase"]) -> str:
+def group_name(report: ReportData, call: int, by: Literal["operator", "module"]) -> str:
     """Name the row of ``grouped`` that a profiled eager call is in."""
     one = report.eager_calls[call]
     if by == "operator":
         together = report.overhead is not None and call in report.overhead.shared
         return shared(report) if together else one.label
-    return one.phase if by == "phase" else _home(one)
+    # The optimizer's calls have no module: they update parameters of many.
+    return _OPTIMIZER if one.phase == "optimizer" else one.module or _HOMELESS
 
 
 def shared(report: ReportData) -> str:
@@ -131,11 +132,6 @@ def shared(report: ReportData) -> str:
     missing = len(report.overhead.shared) if report.overhead else 0
     calls = sum(call.phase == "optimizer" for call in report.eager_calls)
     return f"optimizer (eager runs other operators: {calls - missing} of {plural(calls, 'call')} found)"
-
-
-def _home(call: Call) -> str:
-    """Return the module of a call; the optimizer's calls have none, as they update parameters of many modules."""
-    return _OPTIMIZER if call.phase == "optimizer" else call.module or _HOMELESS
 
 
 def idle_causes(profile: OverheadProfile) -> list[tuple[str, str]]:

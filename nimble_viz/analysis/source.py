@@ -7,7 +7,7 @@ replayed call of several lines is shared out among them by their own GPU time in
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nimble_core.ir.program import Call
@@ -80,7 +80,9 @@ def source(report: ReportData) -> dict[str, Any] | None:
 def hottest(found: Mapping[str, Any], figure: str, most: int) -> list[dict[str, Any]]:
     """Rank the lines of ``source`` by ``figure`` (ns), forward and backward together, with the share of all."""
     columns, functions = found["lines"], found["functions"]
-    values = _both(columns, figure)
+    forward = columns[figure]
+    backward = columns.get(f"{figure}_backward") or [0] * len(forward)
+    values = [a + b for a, b in zip(forward, backward, strict=True)]
     total = sum(found["totals"].get(name, 0) for name in (figure, f"{figure}_backward"))
     ranked = sorted(range(len(values)), key=lambda k: (-values[k], columns["function"][k], columns["line"][k]))
     rows = []
@@ -264,10 +266,3 @@ def _notes(report: ReportData) -> list[str]:
     if left:
         notes.append(f"{plural(len(left), 'function')} without text: {left[0].file}: {left[0].note}.")
     return notes
-
-
-def _both(columns: Mapping[str, Sequence[int]], figure: str) -> list[int]:
-    """Add forward and backward."""
-    forward = columns[figure]
-    backward = columns.get(f"{figure}_backward") or [0] * len(forward)
-    return [a + b for a, b in zip(forward, backward, strict=True)]

@@ -149,6 +149,8 @@ def _speed(report: ReportData, taken: Measurement) -> dict[str, Any]:
 
 
 def _plan(report: ReportData, plan: Schedule) -> dict[str, Any]:
+    promises = ["independent calls never share a stream"] * plan.maximum_concurrency
+    promises += ["fewest synchronisations"] * plan.minimum_syncs
     return {
         "policy": plan.policy,
         "label": label_run(report, plan.policy),
@@ -158,13 +160,8 @@ def _plan(report: ReportData, plan: Schedule) -> dict[str, Any]:
         "promise": promise(plan),
         "observed": observed(report, plan.policy),
         "added_order": len(plan.added_order),
-        "promises": _promises(plan.maximum_concurrency, plan.minimum_syncs),
+        "promises": "; ".join(promises) or "none",
     }
-
-
-def _promises(concurrency: bool, syncs: bool) -> str:
-    parts = ["independent calls never share a stream"] * concurrency + ["fewest synchronisations"] * syncs
-    return "; ".join(parts) or "none"
 
 
 def _facts(report: ReportData) -> list[tuple[str, str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from nimble_core.ir.candidates import EqualityCheck
 from nimble_core.utils.units import format_ns, format_percent
 from nimble_viz.analysis.advice import PREPARE, Change, advice, best_run
 from nimble_viz.analysis.compared import doubts, only_threads, outlook, over_peer, wrong_runs
@@ -171,7 +170,8 @@ def _next(report: ReportData) -> dict[str, Any]:
         return _step("Measure again to the end: this run was interrupted.", _compare(report))
     check = next((one for one in report.checks if one.name == name), None)
     if check is None or not check.passed:
-        return _unequal(report, check)
+        why = f": {check.reason}" if check and check.reason else ""
+        return _step(f"Compare outputs on inputs like yours before using it{why}.", _compare(report))
     if not over.decided:
         return _step(f"Measure again: {why_undecided(report, over)}.", _compare(report, _AGAIN))
     if measured is not None:
@@ -184,11 +184,6 @@ def _next(report: ReportData) -> dict[str, Any]:
     if report.program.fuse == "none":
         return _step("Try compiled kernels: to replay eager's gains nothing here.", _compare(report, _COMPILED), then)
     return _step("Stay with eager: preparing gains nothing here.", 'print(report.pane("overhead"))', then)
-
-
-def _unequal(report: ReportData, check: EqualityCheck | None) -> dict[str, Any]:
-    why = f": {check.reason}" if check and check.reason else ""
-    return _step(f"Compare outputs on inputs like yours before using it{why}.", _compare(report))
 
 
 def _of_profile(report: ReportData, first: Change | None) -> dict[str, Any]:

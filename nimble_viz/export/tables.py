@@ -194,11 +194,6 @@ def _syncs(report: ReportData) -> Table:
     }
 
 
-def _host_syncs(report: ReportData) -> Table:
-    rows = report.overhead.host_syncs if report.overhead else ()
-    return _picked(rows, "kind", "count", "total_ns", "source", "phase")
-
-
 def _schedules(report: ReportData) -> Table:
     plans = report.schedules
     return {
@@ -290,10 +285,6 @@ def _modules(report: ReportData) -> Table:
     }
 
 
-def _phases(report: ReportData) -> Table:
-    return _picked(report.overhead.phases if report.overhead else (), "phase", "host_ns", *_PARTS)
-
-
 def _split(report: ReportData) -> Table:
     split = advice(report).replay
     rows = (
@@ -304,10 +295,8 @@ def _split(report: ReportData) -> Table:
     return {name: [row[at] for row in rows] for at, name in enumerate(("run", "part", "ns", "share"))}
 
 
-def _advice(report: ReportData) -> Table:
-    names = ("change=what", "run", "gain_ns", "of_ns", "basis", "per_sample", "why")
-    return _picked(advice(report).changes, *names)
-
+_WAIT = ("kind", "count", "total_ns", "source", "phase")
+_CHANGE = ("change=what", "run", "gain_ns", "of_ns", "basis", "per_sample", "why")
 
 _MAKERS: dict[str, Callable[[ReportData], Table]] = {
     "calls": _calls,
@@ -315,7 +304,7 @@ _MAKERS: dict[str, Callable[[ReportData], Table]] = {
     "spans": _spans,
     "gaps": _gaps,
     "syncs": _syncs,
-    "host_syncs": _host_syncs,
+    "host_syncs": lambda report: _picked(report.overhead.host_syncs if report.overhead else (), *_WAIT),
     "schedules": _schedules,
     "candidates": _candidates,
     "measurements": _measurements,
@@ -323,9 +312,9 @@ _MAKERS: dict[str, Callable[[ReportData], Table]] = {
     "peers": _peers,
     "overhead": _overhead,
     "modules": _modules,
-    "phases": _phases,
+    "phases": lambda report: _picked(report.overhead.phases if report.overhead else (), "phase", "host_ns", *_PARTS),
     "split": _split,
-    "advice": _advice,
+    "advice": lambda report: _picked(advice(report).changes, *_CHANGE),
 }
 
 KINDS = tuple(_MAKERS)

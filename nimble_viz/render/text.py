@@ -104,7 +104,9 @@ def _sections(report: ReportData, most: int) -> Iterator[tuple[str, str, list[Re
         chosen = next((line for line in lines if line["run"] == report.chosen), lines[-1])
         yield "timeline", "Timelines", _timelines(lines, chosen, axis_note(report))
     if not tables["profiled"]:
-        yield "summary dag", "Limits", _limits(tables)
+        reached = [f"{row['label']} {row['distance']}" for row in tables["speed"] if row["distance"]]
+        limits = [*tables["facts"], *[("Distance to the limit", ", ".join(reached))] * bool(reached)]
+        yield "summary dag", "Limits", [pairs(limits)]
     if tables["advice"]:
         yield "summary", "What each change would gain", _advice(tables["advice"])
     profile = overhead(report)
@@ -301,11 +303,6 @@ def _live(found: dict[str, Any], most: int) -> Iterator[RenderableType]:
         yield make_table((("size", "r"), ("share", "r"), ("result", "")), rows)
     yield pairs(found["fixed"])
     yield note(found["note"])
-
-
-def _limits(tables: dict[str, Any]) -> list[RenderableType]:
-    reached = [f"{row['label']} {row['distance']}" for row in tables["speed"] if row["distance"]]
-    return [pairs([*tables["facts"], *[("Distance to the limit", ", ".join(reached))] * bool(reached)])]
 
 
 def _computing(found: dict[str, Any]) -> list[RenderableType]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from nimble_core.ir.measurement import Ratio
 from nimble_core.ir.program import Call
 from nimble_core.utils.units import format_bytes, format_count, format_ns
 from nimble_viz.analysis.diff import Change, DifferenceData, SpeedChange
@@ -125,7 +124,8 @@ def _speeds(found: DifferenceData) -> list[RenderableType]:
         colour = _UNDECIDED if one.verdict == "undecided" else _COLOURS.get(one.verdict, "")
         times = ["-" if ns is None else format_ns(ns) for ns in (one.old_ns, one.new_ns)]
         label = words(f"{label_plan(one.name)}\n{one.verdict}", colour, lines=True)
-        rows.append([label, *times, _cell(one.ratio, colour), _over_eager(one)])
+        ratio = words("\n".join(ratio_figures(one.ratio)) if one.ratio else "", colour, lines=True)
+        rows.append([label, *times, ratio, _over_eager(one)])
     heads = (("run", ""), ("old", "r"), ("new", "r"), ("new over old", "r"), ("over eager", "r"))
     same = next((one.ratio.same for one in found.speeds if one.ratio), 1.0)
     notes = (
@@ -133,10 +133,6 @@ def _speeds(found: DifferenceData) -> list[RenderableType]:
         "over eager: old, then new, each measured in turn with its own eager run",
     )
     return [make_table(heads, rows), *map(note, notes)]
-
-
-def _cell(found: Ratio | None, colour: str) -> Text:
-    return words("\n".join(ratio_figures(found)) if found else "", colour, lines=True)
 
 
 def _over_eager(one: SpeedChange) -> Text:

@@ -83,7 +83,7 @@ def test_phases_know_which_calls_copy_input(report: Report) -> None:
 def test_every_grouping_adds_up_to_the_same(made) -> None:
     report = made()
     assert report.overhead is not None
-    for by in ("operator", "module", "phase"):
+    for by in ("operator", "module"):
         rows = grouped(report, by)
         assert sum(row["calls"] for row in rows) == len(report.overhead.calls)
         for part in PARTS:
