@@ -12,7 +12,7 @@ from nimble_core.ir.schedule import Schedule
 from nimble_core.utils.units import format_count, format_ns, format_percent, format_ratio
 from nimble_viz.analysis.advice import advice_data, best_run
 from nimble_viz.analysis.candidates import candidates
-from nimble_viz.analysis.compared import beaten, others, over_one_stream
+from nimble_viz.analysis.compared import beaten, over_one_stream, over_peer
 from nimble_viz.analysis.concurrency import graph_width, observed
 from nimble_viz.analysis.disturbance import disturbances, why_undecided
 from nimble_viz.analysis.labels import (
@@ -230,8 +230,9 @@ def _warnings(report: ReportData) -> list[str]:
     found = [warning for warning in report.warnings if warning not in known]
     found += [f"while measuring: {text}" for text in disturbances(report)]
     best = best_run(report)
-    for ratio, _ in others(report, best) if best else ():
-        if not ratio.decided:
+    peer = over_peer(report, best)
+    for ratio in (over_one_stream(report, best) if best else None, peer and peer[0]):
+        if ratio and not ratio.decided:
             names = label_run(report, best), label_run(report, ratio.baseline)
             found.append(f"{names[0]} is undecided against {names[1]}: {why_undecided(report, ratio)}")
     found += [f"{label_run(report, taken.name)}: {text}" for taken in report.measurements for text in taken.warnings]

@@ -49,15 +49,13 @@ export function buildSummary(node, app) {
     return [changes.length > 0 && el("ul", { class: "nv-list" }, changes.map((row) => el("li", null, `${row.what}: ${row.gain}`, el("span", { class: "nv-small" }, row.why)))),
       replay && [parts(replay), el("p", { class: "nv-under" }, replay.note)]];
   };
+  /** Of a profile of unmodified code the host's time alone is known. */
   const byPhase = ({ rows, runs: names }) => {
-    const most = rows.reduce((all, row) => Math.max(all, row.cost_ns), 1), profiled = rows.some((row) => row.eager);
-    return [el("p", null, `Isolated: all calls of the phase, one by one; on the path: those on the critical path.${profiled ? " Eager: profiled, on the host, with the share that is overhead." : ""}${names.length ? " Replays: while any call of the phase ran; phases may run side by side." : ""}`),
-      table([["Phase"], ["Calls", 1], ["Isolated", 1], [""], ["On the path", 1], ...(profiled ? [["Eager", 1]] : []), ...names.map((name) => [name, 1])], rows.map((row) => el("tr", null, el("td", null, phaseChip(row.phase)), number(count(row.calls)), number(row.cost, row.share && el("span", { class: "nv-small" }, row.share)),
-        el("td", { style: "min-width:60px;width:18%" }, el("div", { class: "nv-bar", style: `width:${(100 * row.cost_ns) / most}%;margin-top:7px;background:var(--${row.phase})` })), number(row.path), profiled && number(row.eager, row.overhead && el("span", { class: "nv-small" }, `${row.overhead} overhead`)), row.replays.map((time) => number(time)))))];
-  };
-  const hostPhases = ({ rows }) => {
-    const most = Math.max(...rows.map((row) => row.eager_ns), 1);
-    return [el("p", null, "Host time under the profiler, with the share that is the framework's overhead. Forward is what is none of the others."), table([["Phase"], ["Calls", 1], [""], ["Host time", 1], ["Overhead", 1]], rows.map((row) => el("tr", null, el("td", null, phaseChip(row.phase)), number(count(row.calls)), el("td", { style: "width:34%" }, el("div", { class: "nv-bar", style: `width:${(100 * row.eager_ns) / most}%;margin-top:7px;background:var(--${row.phase})` })), number(row.eager), number(row.overhead))))];
+    const isolated = !facts.profiled, profiled = rows.some((row) => row.eager), drawn = isolated ? "cost_ns" : "eager_ns", most = rows.reduce((all, row) => Math.max(all, row[drawn]), 1);
+    const said = [isolated && "Isolated: all calls of the phase, one by one; on the path: those on the critical path.", profiled && "Eager: host time under the profiler, with the share that is the framework's overhead.", names.length && "Replays: while any call of the phase ran; phases may run side by side."];
+    return [el("p", null, said.filter(Boolean).join(" ")),
+      table([["Phase"], ["Calls", 1], ...(isolated ? [["Isolated", 1]] : []), [""], ...(isolated ? [["On the path", 1]] : []), ...(profiled ? [["Eager", 1]] : []), ...names.map((name) => [name, 1])], rows.map((row) => el("tr", null, el("td", null, phaseChip(row.phase)), number(count(row.calls)), isolated && number(row.cost, row.share && el("span", { class: "nv-small" }, row.share)),
+        el("td", { style: "min-width:60px;width:18%" }, el("div", { class: "nv-bar", style: `width:${(100 * row[drawn]) / most}%;margin-top:7px;background:var(--${row.phase})` })), isolated && number(row.path), profiled && number(row.eager, row.overhead && el("span", { class: "nv-small" }, `${row.overhead} overhead`)), row.replays.map((time) => number(time)))))];
   };
   const computes = ({ time, tables }) => tables.map(({ by, rows, rest }) => {
     const most = Math.max(...rows.map((row) => row.ns), 1), sized = rows.some((row) => row.sizes), head = (word) => word[0].toUpperCase() + word.slice(1);
@@ -74,7 +72,7 @@ export function buildSummary(node, app) {
       facts.speed.length ? el("div", { class: "nv-speed" }, table([["Run"], [""], ["Median", 1], ["Spread", 1], ["Over eager", 1], ["Over one-stream", 1], ["Distance to the limit", 1], ["Samples", 1]], speed)) : el("p", null, facts.planned ? "This is a plan: nothing was run, so nothing was measured." : "Nothing was measured.")),
     facts.computing && card("What computes", true, app.cost?.call.length > 0 && buildIcicle(app), ...computes(facts.computing)),
     facts.warnings.length > 0 && card(`Before you believe a figure (${facts.warnings.length})`, true, el("ul", { class: "nv-list" }, facts.warnings.map((text) => el("li", null, text)))),
-    phased && card(facts.profiled ? "One iteration by phase" : "The training step by phase", true, ...(facts.profiled ? hostPhases(facts.phases) : byPhase(facts.phases))),
+    phased && card(facts.profiled ? "One iteration by phase" : "The training step by phase", true, ...byPhase(facts.phases)),
     facts.peers.length > 0 && card("Against peers", true, ...rivals(facts.peers)),
     facts.candidates && card("Plans that were tried", true, ...tried(facts.candidates)),
     !facts.profiled && card("Plans and synchronisations", true, facts.plans.length
