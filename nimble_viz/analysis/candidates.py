@@ -61,7 +61,6 @@ def _row(report: ReportData, one: Candidate, single: Candidate | None) -> dict[s
     return {
         "name": one.name,
         "label": label_plan(one.name),
-        "kernels": "eager's" if one.fuse == "none" else one.fuse,
         "streams": one.streams,
         "syncs": one.syncs,
         "median": format_ns(taken.median_ns) if taken else "",

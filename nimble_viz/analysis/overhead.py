@@ -25,7 +25,7 @@ IDLE = (
 )
 """Causes of an idle device: field of ``DeviceIdle``, name, meaning."""
 
-_SUMS = ("overhead", "exposed", "hidden", "work")
+_SUMS = ("overhead", "exposed", "work")
 _HOMELESS, _OPTIMIZER = "(the model itself)", "(the optimizer)"
 
 
@@ -77,7 +77,7 @@ def overhead(report: ReportData) -> dict[str, Any] | None:
 def grouped(report: ReportData, by: Literal["operator", "module"]) -> list[dict[str, Any]]:
     """Sum the profiled calls by operator or innermost module, most overhead first; nanoseconds.
 
-    A row has ``name``, ``calls``, ``overhead``, ``exposed``, ``hidden``, ``work`` and each of ``PARTS``; ``whole``: it
+    A row has ``name``, ``calls``, ``overhead``, ``exposed``, ``work`` and each of ``PARTS``; ``whole``: it
     holds the time of calls that were not found (see ``shared``), so no mean over its calls is one of theirs. The rows
     of one grouping add up to those of any other.
     """

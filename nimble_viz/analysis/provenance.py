@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from nimble_core.ir.program import Call
 from nimble_core.utils.units import format_count, format_percent
@@ -83,7 +82,7 @@ def nesting_modules(report: ReportData) -> list[str]:
     return found
 
 
-def provenance(report: ReportData) -> dict[str, Any] | None:
+def provenance(report: ReportData) -> list[tuple[str, str]] | None:
     """Say how much of a fused program is explained by eager calls, and what is not; None where nothing was fused."""
     if report.eager is None:
         return None
@@ -100,14 +99,9 @@ def provenance(report: ReportData) -> dict[str, Any] | None:
         return f"{plural(len(which), 'call')}: {share} of calls{of_time}"
 
     mapped = f"{plural(len(calls), 'call')} ({report.program.fuse}) for {plural(len(report.eager.calls), 'eager call')}"
-    return {
-        "unmapped": len(unmapped),
-        "copies": len(copies),
-        "gone": gone,
-        "facts": [
-            ("Calls after fusing", mapped),
-            ("Layout copies (another layout, no eager call)", counted(copies)),
-            ("Unmapped (no eager call explains it)", counted(unmapped)),
-            ("Eager calls that left no call (folded, not needed)", format_count(gone)),
-        ],
-    }
+    return [
+        ("Calls after fusing", mapped),
+        ("Layout copies (another layout, no eager call)", counted(copies)),
+        ("Unmapped (no eager call explains it)", counted(unmapped)),
+        ("Eager calls that left no call (folded, not needed)", format_count(gone)),
+    ]

@@ -184,7 +184,7 @@ def _facts(report: ReportData) -> list[tuple[str, str]]:
         by = "SM time of all calls over SMs" if bound > report.critical_path_ns else "the critical path"
         facts.insert(6, ("Limit: the longer of critical path and shared work", f"{format_ns(bound)}, {by}"))
     origin = provenance(report)
-    return facts[:1] + (origin["facts"] if origin else []) + facts[1:]
+    return facts[:1] + (origin or []) + facts[1:]
 
 
 def _environment(report: ReportData) -> list[tuple[str, str]]:

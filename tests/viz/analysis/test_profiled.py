@@ -89,7 +89,6 @@ def test_every_grouping_adds_up_to_the_same(made) -> None:
         for part in PARTS:
             whole = sum(getattr(row, f"{part}_ns") for row in report.overhead.calls)
             assert sum(row[part] for row in rows) == pytest.approx(whole)
-        assert all(row["hidden"] == pytest.approx(row["overhead"] - row["exposed"]) for row in rows)
         assert [row["overhead"] for row in rows] == sorted((row["overhead"] for row in rows), reverse=True)
 
 
