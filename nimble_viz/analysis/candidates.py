@@ -11,14 +11,11 @@ from nimble_core.utils.units import format_bytes, format_ns
 from nimble_viz.analysis.labels import error_text, label_plan, plural, ratio_cell, ratio_words
 from nimble_viz.report.data import ReportData
 
-__all__ = ["FOLDED_ABOVE", "candidates"]
-
-FOLDED_ABOVE = 3
-"""So many plans that were never captured are listed one by one; more are folded to one line for each reason."""
+__all__ = ["candidates"]
 
 
 def candidates(report: ReportData) -> dict[str, Any] | None:
-    """Return the chosen plan, the others by median and those not captured, many of them ``folded`` by reason.
+    """Return the chosen plan, the others by median, and a line for each reason why some were not captured (``folded``).
 
     ``single`` is the one-stream replay that the others are compared with, of eager's kernels if that was measured. None
     where there was no choice.
@@ -28,14 +25,14 @@ def candidates(report: ReportData) -> dict[str, Any] | None:
         return None
     tried = sorted((one for one in found if not _never_captured(one)), key=_rank)
     rest = sorted((one for one in found if _never_captured(one)), key=lambda one: one.simulated_ns)
-    shown = tried if len(rest) > FOLDED_ABOVE else tried + rest
     single = _single(report)
-    reasons = dict.fromkeys(one.note for one in rest) if len(rest) > FOLDED_ABOVE else {}
     return {
         "fused": any(one.fuse != "none" for one in found),
         "single": label_plan(single.name) if single else "",
-        "rows": [_row(report, one, single) for one in shown],
-        "folded": [_group(report, [one for one in rest if one.note == note]) for note in reasons],
+        "rows": [_row(report, one, single) for one in tried],
+        "folded": [
+            _folded([one for one in rest if one.note == note]) for note in dict.fromkeys(one.note for one in rest)
+        ],
     }
 
 
@@ -64,7 +61,6 @@ def _row(report: ReportData, one: Candidate, single: Candidate | None) -> dict[s
     return {
         "name": one.name,
         "label": label_plan(one.name),
-        "kernels": "eager's" if one.fuse == "none" else one.fuse,
         "streams": one.streams,
         "syncs": one.syncs,
         "median": format_ns(taken.median_ns) if taken else "",
@@ -74,9 +70,7 @@ def _row(report: ReportData, one: Candidate, single: Candidate | None) -> dict[s
         "simulated": format_ns(one.simulated_ns) if one.simulated_ns else "",
         "memory": format_bytes(one.nbytes) if one.nbytes else "",
         "cost": format_ns(cost_s * 1e9) if cost_s else "",
-        "made": format_ns(one.fuse_s * 1e9) if one.fuse_s else "",
         "pays": "" if wrong else _pays(_over_eager(report, one), cost_s, report.measurement("eager")),
-        "pays_single": _pays(over, cost_s - single.fuse_s - single.capture_s, base) if single and base else "",
         "outputs": "not compared" if check is None else "DIFFER" if wrong else "equal" if check.passed else "not shown",
         "error": error_text(check.error) if check else "",
         "wrong": wrong,
@@ -132,12 +126,8 @@ def _outcome(report: ReportData, one: Candidate) -> str:
     return f"{ratio_words(ratio(taken, best), 'the chosen plan')}{again}"
 
 
-def _group(report: ReportData, members: list[Candidate]) -> dict[str, Any]:
+def _folded(members: list[Candidate]) -> str:
     times = [one.simulated_ns for one in members if one.simulated_ns]
     low, high = (format_ns(min(times)), format_ns(max(times))) if times else ("", "")
-    reason = members[0].note or "not captured"
     span = f" ({low if low == high else f'{low} to {high}'})" if times else ""
-    return {
-        "text": f"{plural(len(members), 'plan')} more, {reason}{span}",
-        "rows": [_row(report, one, None) for one in members],
-    }
+    return f"{plural(len(members), 'plan')} more, {members[0].note}{span}"

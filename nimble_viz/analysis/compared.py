@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from nimble_core.ir.measurement import SAME, Ratio, not_slower
 from nimble_core.utils.units import format_count
 from nimble_viz.analysis.labels import (
@@ -16,7 +14,7 @@ from nimble_viz.analysis.limit import distance_doubt
 from nimble_viz.report.data import EAGER_ALONE, ReportData
 
 __all__ = [
-    "beaten", "best_peers", "doubts", "only_threads", "others", "outlook", "over_one_stream", "over_peer",
+    "beaten", "best_peers", "doubts", "only_threads", "outlook", "over_one_stream", "over_peer",
     "unshown", "wrong_runs",
 ]  # fmt: skip
 
@@ -28,16 +26,6 @@ seen on an H200."""
 def wrong_runs(report: ReportData) -> list[str]:
     """Name the replays whose outputs differ from eager's."""
     return [check.name for check in report.checks if check.differs]
-
-
-def others(report: ReportData, name: str) -> Iterator[tuple[Ratio, str]]:
-    """Yield what a replay is compared with besides eager, and what to say after that."""
-    single = over_one_stream(report, name)
-    if single:
-        yield single, ""
-    peer = over_peer(report, name)
-    if peer:
-        yield peer
 
 
 def over_peer(report: ReportData, name: str) -> tuple[Ratio, str] | None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate
 from typing import Any
 
 from nimble_core.algorithms.antichain import level_width, width
@@ -12,7 +11,7 @@ from nimble_core.ir.timeline import Timeline
 from nimble_core.utils.units import format_count
 from nimble_viz.report.data import ReportData
 
-__all__ = ["EXACT_CALLS", "flight_times", "flights", "graph_width", "in_flight", "observed"]
+__all__ = ["EXACT_CALLS", "graph_width", "in_flight", "observed"]
 
 EXACT_CALLS = 10_000
 """Up to so many calls the width is computed exactly; above, a lower bound is."""
@@ -38,41 +37,9 @@ def observed(report: ReportData, policy: str) -> dict[str, Any] | None:
 
 
 def in_flight(line: Timeline) -> tuple[int, float]:
-    """Return the most spans on the device at one time, and their mean over the timeline's length."""
-    times = flight_times(flights(line))
-    busy = sum(running * ns for running, ns in enumerate(times))
-    return max(len(times) - 1, 0), busy / line.length_ns if line.length_ns else 0.0
-
-
-def flights(line: Timeline) -> list[tuple[float, int]]:
-    """List how many spans run on the device (not on host threads) from each time on where that changes; at last 0."""
-    if not line.spans:
-        return []
-    changes: dict[float, int] = {}
-    for span in line.spans:
-        if line.lanes[span.lane].kind != "host":
-            changes[span.start_ns] = changes.get(span.start_ns, 0) + 1
-            changes[span.end_ns] = changes.get(span.end_ns, 0) - 1
-    first, last = line.spans[0].start_ns, max(span.end_ns for span in line.spans)
-    steps, running = [(first, 0)], 0
-    for at in sorted(changes):
-        running += changes[at]
-        if at == steps[-1][0]:
-            steps[-1] = (at, running)
-        elif running != steps[-1][1]:
-            steps.append((at, running))
-    if steps[-1][0] != last:
-        steps.append((last, running))
-    return steps
-
-
-def flight_times(steps: Sequence[tuple[float, int]]) -> list[float]:
-    """Sum the nanoseconds with 0, 1, 2, … spans running, given ``flights``.
-
-    >>> flight_times([(0.0, 1), (1.0, 2), (2.0, 1), (4.0, 0)])
-    [0.0, 3.0, 1.0]
-    """
-    times = [0.0] * (max((running for _, running in steps), default=-1) + 1)
-    for (since, running), (until, _) in pairwise(steps):
-        times[running] += until - since
-    return times
+    """Return the most spans on the device (not on host threads) at one time, and their mean over the line's length."""
+    spans = [span for span in line.spans if line.lanes[span.lane].kind != "host"]
+    changes = sorted([*((span.start_ns, 1) for span in spans), *((span.end_ns, -1) for span in spans)])
+    busy = sum(span.end_ns - span.start_ns for span in spans)
+    most = max(accumulate(by for _, by in changes), default=0)
+    return most, busy / line.length_ns if line.length_ns else 0.0

@@ -9,7 +9,7 @@ from typing import Any
 from nimble_core.ir.schedule import Schedule
 from nimble_viz.analysis.advice import best_run
 from nimble_viz.analysis.dag_layout import Boxes, lay_out, nest
-from nimble_viz.analysis.labels import label_call, label_run, trains
+from nimble_viz.analysis.labels import label_run, trains
 from nimble_viz.analysis.provenance import nesting_modules
 from nimble_viz.report.data import ReportData
 
@@ -21,9 +21,6 @@ def dag(report: ReportData) -> dict[str, Any]:
     graph, calls = report.graph, report.program.calls
     boxes = nest(nesting_modules(report), [call.phase for call in calls] if trains(report) else None)
     layout = lay_out(boxes, graph.meg)
-    labels = [label_call(call) for call in calls]
-    shapes = [tuple(labels[first : last + 1]) for first, last in zip(boxes.first, boxes.last, strict=True)]
-    alike = Counter(shapes)
     paths = _paths(boxes)
     parts = Counter(paths)
     minimum = frozenset(graph.meg)
@@ -40,14 +37,11 @@ def dag(report: ReportData) -> dict[str, Any]:
             "first": boxes.first,
             "last": boxes.last,
             "name": boxes.name,
-            "alike": [alike[shape] for shape in shapes],
-            "like": _ranks(shapes),
             "parts": [parts[path] for path in paths],
             "part": _ranks(paths),
             "from": [u for u, _ in graph.edges],
             "reach": [v - u for u, v in graph.edges],
             "minimum": [int(edge in minimum) for edge in graph.edges],
-            "kind": graph.kinds,
             "critical": report.critical_path,
         },
         "plans": [

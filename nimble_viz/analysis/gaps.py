@@ -11,7 +11,7 @@ from nimble_core.ir.call_graph import CallGraph, predecessors
 from nimble_core.ir.schedule import Schedule, stream_neighbours
 from nimble_core.ir.timeline import Timeline
 from nimble_core.utils.units import format_ns
-from nimble_viz.analysis.intervals import union
+from nimble_viz.analysis.intervals import covered, union
 from nimble_viz.analysis.labels import label_call, share_rows
 from nimble_viz.analysis.limit import chain_that_ran, ends
 from nimble_viz.report.data import ReportData
@@ -115,19 +115,15 @@ def replay_gaps(report: ReportData, line: Timeline) -> list[Gap]:
 def stream_times(found: Sequence[Gap], line: Timeline) -> list[dict[str, float]]:
     """Sum what each lane's time was spent on (``PARTS``, ns, together the length of the replay), given ``gaps``."""
     length, zero = line.length_ns, min((span.start_ns for span in line.spans), default=0.0)
-    busy, last = [0.0] * len(line.lanes), [zero] * len(line.lanes)
-    first: dict[int, float] = {}
-    for span in line.spans:
-        first.setdefault(span.lane, span.start_ns)
-        busy[span.lane] += max(0.0, span.end_ns - max(span.start_ns, last[span.lane]))
-        last[span.lane] = max(last[span.lane], span.end_ns)
     made = []
     for lane in range(len(line.lanes)):
+        spans = [(span.start_ns, span.end_ns) for span in line.spans if span.lane == lane]
+        first, last = min(spans, default=(zero, zero))[0], max((end for _, end in spans), default=zero)
         own = [gap for gap in found if gap.lane == lane]
         spent = {cause: sum(getattr(gap, f"{cause}_ns") for gap in own) for cause, _, _ in CAUSES}
-        waited = any(gap.start_ns == zero and gap.end_ns == first[lane] for gap in own)
-        begun = 0.0 if waited else first.get(lane, zero) - zero
-        made.append({"busy": busy[lane], **spent, "begun": begun, "ended": zero + length - last[lane]})
+        waited = any(gap.start_ns == zero and gap.end_ns == first for gap in own)
+        begun = 0.0 if waited else first - zero
+        made.append({"busy": covered(spans), **spent, "begun": begun, "ended": zero + length - last})
     return made
 
 

@@ -15,7 +15,7 @@ from nimble_core.utils.errors import InputError
 from nimble_core.utils.units import format_bytes, format_count, format_ratio
 from nimble_viz.analysis.compared import unshown
 from nimble_viz.analysis.diff import beside_eager, environment_changes, host_sync_count, json_value, processes
-from nimble_viz.analysis.labels import context, interval_text, label_plan, label_run, trains
+from nimble_viz.analysis.labels import context, interval_text, label_plan, label_run, trains, visible
 from nimble_viz.report.data import ReportData
 
 __all__ = ["EXIT_CODES", "GateData", "Outcome", "Rules", "Verdict", "judge"]
@@ -30,8 +30,6 @@ _BADNESS: tuple[Outcome, ...] = ("pass", "inconclusive", "fail")
 _NAMED = 3
 """Places named by a count that is too high."""
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]()<>#+\-!|&~])")
-# What XML 1.0 cannot hold, or would move a cursor.
-_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +154,12 @@ class GateData:
         root = ElementTree.Element("testsuites", totals)
         suite = ElementTree.SubElement(root, "testsuite", {"name": "nimble_viz gate", **totals})
         for one in self.verdicts:
-            case = ElementTree.SubElement(suite, "testcase", {"classname": _clean(self.model), "name": one.rule})
+            case = ElementTree.SubElement(suite, "testcase", {"classname": visible(self.model), "name": one.rule})
             if one.outcome == "pass":
-                ElementTree.SubElement(case, "system-out").text = _clean(one.text)
+                ElementTree.SubElement(case, "system-out").text = visible(one.text)
             else:
                 kind = "failure" if one.outcome == "fail" else "skipped"
-                ElementTree.SubElement(case, kind, {"message": f"{one.outcome}: {_clean(one.text)}"})
+                ElementTree.SubElement(case, kind, {"message": f"{one.outcome}: {visible(one.text)}"})
         ElementTree.indent(root)
         return f'<?xml version="1.0" encoding="utf-8"?>\n{ElementTree.tostring(root, encoding="unicode")}\n'
 
@@ -369,8 +367,4 @@ def _interval(value: float, low: float, high: float) -> str:
 
 
 def _markdown(text: str) -> str:
-    return _MARKDOWN.sub(r"\\\1", _clean(text))
-
-
-def _clean(text: str) -> str:
-    return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
+    return _MARKDOWN.sub(r"\\\1", visible(text))

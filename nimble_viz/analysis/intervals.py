@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar
 
-__all__ = ["covers", "union"]
+__all__ = ["covered", "covers", "union"]
 
 _Ns = TypeVar("_Ns", int, float)
 
@@ -20,6 +20,11 @@ def union(intervals: Iterable[tuple[_Ns, _Ns]]) -> list[tuple[_Ns, _Ns]]:
         else:
             merged.append((start, end))
     return merged
+
+
+def covered(intervals: Iterable[tuple[_Ns, _Ns]]) -> _Ns | Literal[0]:
+    """Return the length of ``union``."""
+    return sum(end - start for start, end in union(intervals))
 
 
 def covers(intervals: Sequence[tuple[int, int]], at: int) -> bool:

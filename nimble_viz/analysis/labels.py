@@ -51,7 +51,7 @@ _SHORT = (
     ("softmax", "softmax"),
     ("to_copy", "copy"),
 )
-_HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+_HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff\ufffe\uffff]")
 _KERNEL = re.compile(r"triton_[a-z]+_(?:fused_)?_*(.*?)_*\d*")
 
 
@@ -218,7 +218,7 @@ def _short(operator: str) -> str:
 
 
 def visible(text: str) -> str:
-    r"""Replace each character that a terminal or a browser would obey instead of showing it.
+    r"""Replace each character that a terminal or a browser would obey instead of showing it, or XML cannot hold.
 
     >>> visible("a\x1b[31mb\u202ec") == "a\ufffd[31mb\ufffdc"
     True

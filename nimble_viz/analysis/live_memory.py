@@ -6,22 +6,20 @@ what a variable still names, and a replay on several streams shares bytes only w
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence, Set
 from typing import Any
 
 from nimble_core.ir.program import Program, Storage
 from nimble_core.utils.units import format_bytes, format_percent, format_ratio
-from nimble_viz.analysis.labels import label_call, label_run, plural, trains, visible
+from nimble_viz.analysis.labels import label_call, label_run, trains
 from nimble_viz.analysis.provenance import modules_of
 from nimble_viz.report.data import ReportData
 
-__all__ = ["HOLDERS", "live_bytes", "live_memory", "live_text", "memory"]
+__all__ = ["HOLDERS", "live_bytes", "live_memory", "memory"]
 
 HOLDERS = 24
 """Results that are listed by name among those that hold a peak."""
 
-_BAR = 10
 _FIXED = {
     "parameter": "Parameters",
     "buffer": "Buffers",
@@ -97,39 +95,6 @@ def live_bytes(program: Program, order: Sequence[int]) -> tuple[list[int], dict[
         now += step
         live.append(now)
     return live, spans
-
-
-def live_text(report: ReportData, width: int = 80) -> str:
-    """Write the curve's peak and what holds it, as plain text in lines of at most ``width`` characters."""
-    found = live_memory(report)
-    if found is None:
-        return "the memory of this report's calls is not known\n"
-    lines: list[str] = []
-
-    def add(text: str, under: int = 2) -> None:
-        """Add a line, and what does not fit into it below, ``under`` columns from the left."""
-        below = " " * under
-        lines.extend(textwrap.wrap(visible(text), width, subsequent_indent=below, break_on_hyphens=False) or [""])
-
-    for run in found["runs"]:
-        add(f"{run['label']}: {format_bytes(run['peak'])} live at most, at {run['where']}")
-        facts = [*((name, format_bytes(value)) for name, value in run["marks"]), *run["facts"]]
-        for name, value in facts:
-            add(f"  {name}: {value}", 4)
-        for row in run["holders"]:
-            bar = "#" * max(1, round(_BAR * row["bytes"] / run["holders"][0]["bytes"]))
-            beside = f"  {row['size']:>10} {row['share']:>6}  {bar:<{_BAR}}  "
-            add(beside + row["text"], len(beside))
-        if run["more"]:
-            add(f"  {format_bytes(run['more_bytes']):>10}  in {plural(run['more'], 'more result')}")
-        add("")
-        if found["alike"]:
-            add("The replay issues its calls in the same order, so its curve is the same.")
-            break
-    for name, value in found["fixed"]:
-        add(f"{name}: {value}")
-    add(found["note"], 0)
-    return "".join(f"{line}\n" for line in lines)
 
 
 def _run(

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from nimble_core.ir.program import Call, TensorRef
 from nimble_core.utils.units import format_ns, format_percent, format_ratio
-from nimble_viz.analysis.dag_layout import components
 from nimble_viz.analysis.labels import about, doubt_of, plural, trains
 from nimble_viz.report.data import OverheadProfile, ReportData
 
 __all__ = [
-    "IDLE", "PARTS", "ModuleRow", "colours", "computing", "exposed", "group_name", "grouped", "idle_causes",
-    "module_tree", "overhead", "shared",
+    "IDLE", "PARTS", "colours", "computing", "exposed", "group_name", "grouped", "idle_causes", "overhead", "shared",
 ]  # fmt: skip
 
 PARTS = ("python", "dispatch", "allocation", "launch", "tail")
@@ -29,28 +25,8 @@ IDLE = (
 )
 """Causes of an idle device: field of ``DeviceIdle``, name, meaning."""
 
-_SUMS = ("overhead", "exposed", "hidden", "work")
+_SUMS = ("overhead", "exposed", "work")
 _HOMELESS, _OPTIMIZER = "(the model itself)", "(the optimizer)"
-_OWN = "(calls of its own)"
-
-
-@dataclass(slots=True)
-class ModuleRow:
-    """A module of ``module_tree`` with everything in it, ``sums`` in ns; ``own``: the calls of ``path`` alone."""
-
-    path: str
-    name: str
-    depth: int = 0
-    eager: list[int] = field(default_factory=list)
-    sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*_SUMS, *PARTS), 0.0))
-    inside: list[ModuleRow] = field(default_factory=list)
-    own: bool = False
-
-    def __iter__(self) -> Iterator[ModuleRow]:
-        """Yield this row and all below it, the outer ones first."""
-        yield self
-        for row in self.inside:
-            yield from row
 
 
 def overhead(report: ReportData) -> dict[str, Any] | None:
@@ -98,10 +74,10 @@ def overhead(report: ReportData) -> dict[str, Any] | None:
     }
 
 
-def grouped(report: ReportData, by: Literal["operator", "module", "phase"]) -> list[dict[str, Any]]:
-    """Sum the profiled calls by operator, innermost module or phase, most overhead first; nanoseconds.
+def grouped(report: ReportData, by: Literal["operator", "module"]) -> list[dict[str, Any]]:
+    """Sum the profiled calls by operator or innermost module, most overhead first; nanoseconds.
 
-    A row has ``name``, ``calls``, ``overhead``, ``exposed``, ``hidden``, ``work`` and each of ``PARTS``; ``whole``: it
+    A row has ``name``, ``calls``, ``overhead``, ``exposed``, ``work`` and each of ``PARTS``; ``whole``: it
     holds the time of calls that were not found (see ``shared``), so no mean over its calls is one of theirs. The rows
     of one grouping add up to those of any other.
     """
@@ -128,26 +104,27 @@ def computing(report: ReportData, by: Literal["operator", "module"]) -> list[dic
     for row in report.overhead.calls if report.overhead is not None else ():
         name, found = group_name(report, row.call, by), (row.work_ns, report.eager_calls[row.call])
         longest[name] = max(longest.get(name, found), found, key=lambda one: one[0])
+
+    def sizes(ref: TensorRef) -> str:
+        return "×".join(map(str, ref.sizes)) or "scalar"
+
     rows = grouped(report, by)
     total = sum(row["work"] for row in rows) or 1.0
     return [
-        row | {"share": row["work"] / total, "sizes": ", ".join(map(_sizes, longest[row["name"]][1].reads[:3]))}
+        row | {"share": row["work"] / total, "sizes": ", ".join(map(sizes, longest[row["name"]][1].reads[:3]))}
         for row in sorted(rows, key=lambda row: (-row["work"], row["name"]))
         if row["work"] > 0
     ]
 
 
-def _sizes(ref: TensorRef) -> str:
-    return "×".join(map(str, ref.sizes)) or "scalar"
-
-
-def group_name(report: ReportData, call: int, by: Literal["operator", "module", "phase"]) -> str:
+def group_name(report: ReportData, call: int, by: Literal["operator", "module"]) -> str:
     """Name the row of ``grouped`` that a profiled eager call is in."""
     one = report.eager_calls[call]
     if by == "operator":
         together = report.overhead is not None and call in report.overhead.shared
         return shared(report) if together else one.label
-    return one.phase if by == "phase" else _home(one)
+    # The optimizer's calls have no module: they update parameters of many.
+    return _OPTIMIZER if one.phase == "optimizer" else one.module or _HOMELESS
 
 
 def shared(report: ReportData) -> str:
@@ -155,51 +132,6 @@ def shared(report: ReportData) -> str:
     missing = len(report.overhead.shared) if report.overhead else 0
     calls = sum(call.phase == "optimizer" for call in report.eager_calls)
     return f"optimizer (eager runs other operators: {calls - missing} of {plural(calls, 'call')} found)"
-
-
-def module_tree(report: ReportData, order: str = "overhead") -> list[ModuleRow]:
-    """Sum the profiled calls by module, outermost first; a row's sums are those of the rows inside it.
-
-    A module that holds nothing but another one is named together with that. The modules in each are in the order of
-    this sum, most first, or of the ``"program"``.
-    """
-    if report.overhead is None:
-        return []
-    calls, known, roots = report.eager_calls, dict[tuple[str, ...], ModuleRow](), list[ModuleRow]()
-    for row in report.overhead.calls:
-        steps = components(_home(calls[row.call]))
-        for depth in range(len(steps) + 1):
-            key = (*steps[: depth + 1], *("",) * (depth == len(steps)))
-            one = known.get(key)
-            if one is None:
-                own = depth == len(steps)
-                one = known[key] = ModuleRow(".".join(steps[: depth + 1]), _OWN if own else steps[depth], own=own)
-                (known[steps[:depth]].inside if depth else roots).append(one)
-            one.eager += report.overhead.calls_of(row)
-            for part in one.sums:
-                one.sums[part] += getattr(row, f"{part}_ns")
-
-    def settled(row: ModuleRow, depth: int) -> ModuleRow:
-        while len(row.inside) == 1 and not row.inside[0].own:
-            (only,) = row.inside
-            only.name = f"{row.name}.{only.name}"
-            row = only
-        row.depth = depth
-        row.inside = [] if all(one.own for one in row.inside) else ranked(row.inside, depth + 1)
-        return row
-
-    def ranked(rows: list[ModuleRow], depth: int) -> list[ModuleRow]:
-        def place(row: ModuleRow) -> tuple[bool, float, int]:
-            return row.own, 0.0 if order == "program" else -row.sums[order], row.eager[0]
-
-        return [settled(row, depth) for row in sorted(rows, key=place)]
-
-    return ranked(roots, 0)
-
-
-def _home(call: Call) -> str:
-    """Return the module of a call; the optimizer's calls have none, as they update parameters of many modules."""
-    return _OPTIMIZER if call.phase == "optimizer" else call.module or _HOMELESS
 
 
 def idle_causes(profile: OverheadProfile) -> list[tuple[str, str]]:

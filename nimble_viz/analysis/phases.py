@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from nimble_core.ir.program import Call
-from nimble_core.ir.schedule import Schedule
 from nimble_core.ir.timeline import Timeline
-from nimble_core.utils.units import format_count, format_ns, format_percent
-from nimble_viz.analysis.labels import label_run, plural, trains
+from nimble_core.utils.units import format_ns, format_percent
+from nimble_viz.analysis.intervals import covered
+from nimble_viz.analysis.labels import label_run, trains
 from nimble_viz.report.data import STAGES, Bound, ReportData, Stage
 
 __all__ = [
     "ABSENT",
     "BOUNDS",
     "PHASES",
-    "phase_syncs",
     "phases",
     "profiled",
     "span_phases",
@@ -34,8 +32,8 @@ def phases(report: ReportData) -> dict[str, Any] | None:
 
     A row has the phase's calls, their isolated cost, that of those on the critical path, what the phase takes in
     profiled eager and how much of it is overhead, and for each replay (named in ``runs``) how long any of its calls
-    ran: phases may run side by side, so these may add up to more than the replay takes. ``inside`` says of a phase
-    whose calls are all parts of fused calls of others in which they are; its costs are theirs, and empty here.
+    ran: phases may run side by side, so these may add up to more than the replay takes. Costs of a phase all of whose
+    calls are parts of fused calls of others are empty.
     """
     if not _phased(report):
         return None
@@ -51,8 +49,7 @@ def phases(report: ReportData) -> dict[str, Any] | None:
     for phase in PHASES:
         own = [call.index for call in calls if stages[call.index] == phase]
         eager = profiled.get(phase)
-        inside = "" if own else _inside(report, phase)
-        if not own and eager is None and not inside:
+        if not own and eager is None:
             continue
         cost = sum(ns[index] for index in own)
         path = sum(ns[index] for index in own if index in critical)
@@ -61,50 +58,17 @@ def phases(report: ReportData) -> dict[str, Any] | None:
             {
                 "phase": phase,
                 "calls": len(own),
-                "inside": inside,
-                "cost": format_ns(cost) if measured and not inside else "",
+                "cost": format_ns(cost) if measured and own else "",
                 "cost_ns": cost if measured else 0.0,
-                "share": format_percent(cost / total) if measured and total and not inside else "",
-                "path": format_ns(path) if measured and not inside else "",
+                "share": format_percent(cost / total) if measured and total and own else "",
+                "path": format_ns(path) if measured and own else "",
                 "eager": format_ns(host) if eager else "",
                 "eager_ns": host,
                 "overhead": format_percent(eager.overhead_ns / host) if eager and host else "",
-                "parts": _parts(report, phase),
                 "replays": [format_ns(times[phase]) if times[phase] else "" for times in busy],
             }
         )
     return {"runs": [label_run(report, line.run) for line in lines], "rows": rows}
-
-
-def _inside(report: ReportData, phase: Stage) -> str:
-    """Say which fused calls of other phases hold this one: ``"inside 2 calls of backward"``."""
-    if report.eager is None:
-        return ""
-    eager = report.eager.calls
-    holders: Counter[Stage] = Counter(
-        call.phase for call in report.program.calls if any(eager[index].phase == phase for index in call.eager)
-    )
-    named = ", ".join(f"{plural(holders[one], 'call')} of {one}" for one in PHASES if holders[one])
-    return f"inside {named}" if named else ""
-
-
-def phase_syncs(report: ReportData, plan: Schedule) -> list[dict[str, Any]]:
-    """Count the plan's waits by the phases they lie between, in a step's order; empty without training."""
-    if not trains(report):
-        return []
-    calls = report.program.calls
-    counts = Counter((calls[u].phase, calls[v].phase) for u, v in plan.syncs)
-    order = sorted(counts, key=lambda pair: (PHASES.index(pair[0]), PHASES.index(pair[1])))
-    return [
-        {
-            "from": before,
-            "to": after,
-            "count": counts[before, after],
-            "text": f"{format_count(counts[before, after])} "
-            + (f"within {before}" if before == after else f"from {before} to {after}"),
-        }
-        for before, after in order
-    ]
 
 
 def span_phases(report: ReportData, line: Timeline) -> list[int]:
@@ -151,24 +115,13 @@ def _on_device(line: Timeline, lane: int) -> bool:
     return line.lanes[lane].kind == "gpu"
 
 
-def _parts(report: ReportData, phase: Stage) -> dict[str, int]:
-    one = next((one for one in report.overhead.phases if one.phase == phase), None) if report.overhead else None
-    if one is None:
-        return {}
-    parts = ("python", "dispatch", "allocation", "launch", "tail", "work", "exposed")
-    return {part: round(getattr(one, f"{part}_ns")) for part in parts}
-
-
 def _busy(calls: tuple[Call, ...], line: Timeline) -> dict[Stage, float]:
-    """Measure the union of the spans of each phase's calls, ns; spans are sorted by start."""
-    busy: dict[Stage, float] = dict.fromkeys(PHASES, 0.0)
-    reached = dict.fromkeys(PHASES, float("-inf"))
+    """Measure for how long any call of each phase ran, ns."""
+    spans: dict[Stage, list[tuple[float, float]]] = {phase: [] for phase in PHASES}
     for span in line.spans:
         if span.call is not None:
-            phase = calls[span.call].phase
-            busy[phase] += max(0.0, span.end_ns - max(span.start_ns, reached[phase]))
-            reached[phase] = max(reached[phase], span.end_ns)
-    return busy
+            spans[calls[span.call].phase].append((span.start_ns, span.end_ns))
+    return {phase: covered(own) for phase, own in spans.items()}
 
 
 # Code that nobody wrapped.
@@ -216,9 +169,9 @@ def spent(report: ReportData) -> dict[str, Any] | None:
 
 
 def profiled(report: ReportData) -> dict[str, Any] | None:
-    """Return ``spent``, how iterations were looked at, and what is absent; None if this is no profile."""
-    taken, found = report.sampling, spent(report)
-    if taken is None or found is None:
+    """Say how iterations were looked at, and what is absent; None if this is no profile."""
+    taken = report.sampling
+    if taken is None:
         return None
     facts = [
         ("What was profiled", taken.subject),
@@ -232,7 +185,7 @@ def profiled(report: ReportData) -> dict[str, Any] | None:
         facts.append(("Without the profiler", f"{format_ns(timed.median_ns)}, spread {format_percent(timed.spread)}"))
     if taken.loader_ns >= 0:
         facts.append(("Wait for the data loader, without the profiler", format_ns(taken.loader_ns)))
-    return {**found, "facts": facts, "absent": [{"what": what, "why": why} for what, why in ABSENT]}
+    return {"facts": facts, "absent": [{"what": what, "why": why} for what, why in ABSENT]}
 
 
 def _spent(report: ReportData) -> tuple[dict[str, float], str]:

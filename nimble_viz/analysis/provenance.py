@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from nimble_core.ir.program import Call
-from nimble_core.utils.units import format_count, format_ns, format_percent
-from nimble_viz.analysis.labels import common_module, label_call, plural, spanned_modules
+from nimble_core.utils.units import format_count, format_percent
+from nimble_viz.analysis.labels import common_module, plural, spanned_modules
 from nimble_viz.report.data import ReportData
 
-__all__ = ["became", "fused_calls", "is_layout_copy", "module_of", "modules_of", "nesting_modules", "provenance"]
+__all__ = ["became", "is_layout_copy", "module_of", "modules_of", "nesting_modules", "provenance"]
 
-_MOST_INDICES = 3
 _POINTWISE = re.compile(r"(?:triton_poi|cpp)_fused_+(?P<names>\w+?)_\d+")
 _COPIES = "clone|_?to_copy|contiguous|copy_?|permute|transpose|t|view|reshape|_?unsafe_view|expand|slice|select"
 _MOVES = f"{_COPIES}|(?:cudnn_)?convolution|convolution_backward"
@@ -84,7 +82,7 @@ def nesting_modules(report: ReportData) -> list[str]:
     return found
 
 
-def provenance(report: ReportData) -> dict[str, Any] | None:
+def provenance(report: ReportData) -> list[tuple[str, str]] | None:
     """Say how much of a fused program is explained by eager calls, and what is not; None where nothing was fused."""
     if report.eager is None:
         return None
@@ -94,66 +92,16 @@ def provenance(report: ReportData) -> dict[str, Any] | None:
     gone = sum(not stand for stand in became(report))
     total = report.costs.total_ns if report.costs.source != "uniform" else 0.0
 
-    def spent(which: list[int]) -> float | None:
-        return sum(ns[index] for index in which) / total if total else None
-
     def counted(which: list[int]) -> str:
-        time = spent(which)
         share = format_percent(len(which) / len(calls) if calls else 0.0)
+        time = sum(ns[index] for index in which) / total if total else None
         of_time = "" if time is None else f", {format_percent(time)} of replay time"
         return f"{plural(len(which), 'call')}: {share} of calls{of_time}"
 
     mapped = f"{plural(len(calls), 'call')} ({report.program.fuse}) for {plural(len(report.eager.calls), 'eager call')}"
-    return {
-        "unmapped": len(unmapped),
-        "copies": len(copies),
-        "calls": len(unmapped) / len(calls) if calls else 0.0,
-        "time": spent(unmapped),
-        "gone": gone,
-        "facts": [
-            ("Calls after fusing", mapped),
-            ("Layout copies (another layout, no eager call)", counted(copies)),
-            ("Unmapped (no eager call explains it)", counted(unmapped)),
-            ("Eager calls that left no call (folded, not needed)", format_count(gone)),
-        ],
-    }
-
-
-def fused_calls(report: ReportData, most: int) -> list[dict[str, str]]:
-    """List the ``most`` expensive calls that are not just one eager call, with what they stand for."""
-    if report.eager is None:
-        return []
-    measured = report.costs.source != "uniform"
-    eager = report.eager.calls
-    other = [call for call in report.program.calls if [eager[at].operator for at in call.eager] != [call.operator]]
-    ranked = sorted(other, key=lambda call: (-report.costs.ns[call.index], call.index))
     return [
-        {
-            "label": label_call(call),
-            "kernel": call.operator,
-            "cost": format_ns(report.costs.ns[call.index]) if measured else "",
-            "eager": "layout copy" if is_layout_copy(call) else _indices(call.eager),
-            "module": modules_of(call),
-            "source": _sources(call),
-        }
-        for call in ranked[:most]
+        ("Calls after fusing", mapped),
+        ("Layout copies (another layout, no eager call)", counted(copies)),
+        ("Unmapped (no eager call explains it)", counted(unmapped)),
+        ("Eager calls that left no call (folded, not needed)", format_count(gone)),
     ]
-
-
-def _indices(eager: tuple[int, ...]) -> str:
-    if not eager:
-        return "no eager call"
-    shown = ", ".join(map(str, eager[:_MOST_INDICES]))
-    more = f" and {len(eager) - _MOST_INDICES} more" if len(eager) > _MOST_INDICES else ""
-    return f"eager {shown}{more}"
-
-
-def _sources(call: Call) -> str:
-    """Source lines of the origins, those of one file together: ``"net.py:21, 30"``."""
-    lines: dict[str, dict[int, None]] = {}
-    for origin in call.origins:
-        if origin.file:
-            lines.setdefault(origin.file, {})[origin.line] = None
-    return "; ".join(
-        f"{file}:{', '.join(map(str, list(found)[:_MOST_INDICES]))}" for file, found in list(lines.items())[:2]
-    )

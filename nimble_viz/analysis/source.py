@@ -7,22 +7,21 @@ replayed call of several lines is shared out among them by their own GPU time in
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nimble_core.ir.program import Call
-from nimble_core.utils.units import format_count, format_ns, format_percent
+from nimble_core.utils.units import format_ns
 from nimble_viz.analysis.labels import about, doubt_of, label_run, plural, trains, visible
 from nimble_viz.report.data import HostSync, ReportData, SourceLines
 
-__all__ = ["FIGURES", "hottest", "replay_times", "source", "source_text"]
+__all__ = ["FIGURES", "hottest", "replay_times", "source"]
 
 FIGURES = ("host", "exposed", "device", "replay")
 """Times of a line, in the order they are shown."""
 
 _SIDES = ("forward", "backward")
 _COLUMNS = ("calls", *FIGURES)
-_FOLD = 4
 _AFTER = "after "
 
 
@@ -81,7 +80,9 @@ def source(report: ReportData) -> dict[str, Any] | None:
 def hottest(found: Mapping[str, Any], figure: str, most: int) -> list[dict[str, Any]]:
     """Rank the lines of ``source`` by ``figure`` (ns), forward and backward together, with the share of all."""
     columns, functions = found["lines"], found["functions"]
-    values = _both(columns, figure)
+    forward = columns[figure]
+    backward = columns.get(f"{figure}_backward") or [0] * len(forward)
+    values = [a + b for a, b in zip(forward, backward, strict=True)]
     total = sum(found["totals"].get(name, 0) for name in (figure, f"{figure}_backward"))
     ranked = sorted(range(len(values)), key=lambda k: (-values[k], columns["function"][k], columns["line"][k]))
     rows = []
@@ -99,44 +100,6 @@ def hottest(found: Mapping[str, Any], figure: str, most: int) -> list[dict[str, 
             }
         )
     return rows
-
-
-def source_text(report: ReportData) -> str:
-    """Write the annotated code as plain text, functions with most time first."""
-    found = source(report)
-    if found is None:
-        return "no call of this report has a source line\n"
-    heads = [
-        ("calls", "calls"),
-        *((key, name) for key, name, _ in found["figures"]),
-        *((f"{key}_backward", f"{name}, backward") for key, name, _ in found["figures"] if len(found["sides"]) > 1),
-    ]
-    short = {"host": "host", "exposed": "exposed", "device": "GPU", "replay": "replay"}
-    titles = [short.get(key.removesuffix("_backward"), key) + (" bw" if "_backward" in key else "") for key, _ in heads]
-    total = sum(found["totals"].get(name, 0) for name in (found["heat"], f"{found['heat']}_backward"))
-    heat = _both(found["lines"], found["heat"])
-    of_line = {pair: k for k, pair in enumerate(zip(found["lines"]["function"], found["lines"]["line"], strict=True))}
-    head = "".join(f"{title:>11}" for title in titles) + f"{'share':>7}  line  code"
-    lines = [f"{found['figures'][0][1] if found['figures'] else 'calls'}: shares are of all calls", ""]
-    for at, one in enumerate(found["functions"]):
-        lines += [f"{one['file']}  {one['name']}".rstrip(), *([f"  ({one['note']})"] if one["note"] else []), head]
-        numbers = range(one["first"], one["first"] + len(one["text"]))
-        used = [line for function, line in of_line if function == at]
-        shown = sorted({number for number in numbers if any(abs(number - line) <= _FOLD for line in used)} | {*used})
-        before = shown[0] - 1 if shown else 0
-        for number in shown:
-            if number != before + 1:
-                lines.append(" " * 11 * len(titles) + f"       {'…':>6}")
-            before = number
-            row = of_line.get((at, number))
-            cells = [""] * len(titles) if row is None else [_cell(key, found["lines"][key][row]) for key, _ in heads]
-            share = "" if row is None or not total else format_percent(heat[row] / total)
-            place = number - one["first"]
-            code = one["text"][place] if 0 <= place < len(one["text"]) else ""
-            waits = _waits_text(found["lines"], row)
-            lines.append("".join(f"{cell:>11}" for cell in cells) + f"{share:>7}{number:>6}  {code}{waits}".rstrip())
-        lines.append("")
-    return "".join(f"{visible(line)}\n" for line in [*lines, *found["notes"]])
 
 
 def replay_times(report: ReportData) -> tuple[list[float], str] | None:
@@ -303,29 +266,3 @@ def _notes(report: ReportData) -> list[str]:
     if left:
         notes.append(f"{plural(len(left), 'function')} without text: {left[0].file}: {left[0].note}.")
     return notes
-
-
-def _both(columns: Mapping[str, Sequence[int]], figure: str) -> list[int]:
-    """Add forward and backward."""
-    forward = columns[figure]
-    backward = columns.get(f"{figure}_backward") or [0] * len(forward)
-    return [a + b for a, b in zip(forward, backward, strict=True)]
-
-
-def _cell(key: str, value: int) -> str:
-    if key.startswith("calls"):
-        return format_count(value) if value else ""
-    return format_ns(value) if value else ""
-
-
-def _waits_text(columns: Mapping[str, Sequence[int]], row: int | None) -> str:
-    if row is None:
-        return ""
-    said = []
-    if columns["waits"][row]:
-        said.append(f"{plural(columns['waits'][row], 'host wait')}, {format_ns(columns['wait'][row])}")
-    if columns["after"][row]:
-        said.append(f"then {plural(columns['after'][row], 'host wait')}, {format_ns(columns['after_wait'][row])}")
-    if columns["planned"][row]:
-        said.append(plural(columns["planned"][row], "planned wait"))
-    return f"    # {'; '.join(said)}" if said else ""

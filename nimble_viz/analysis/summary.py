@@ -12,7 +12,7 @@ from nimble_core.ir.schedule import Schedule
 from nimble_core.utils.units import format_count, format_ns, format_percent, format_ratio
 from nimble_viz.analysis.advice import advice_data, best_run
 from nimble_viz.analysis.candidates import candidates
-from nimble_viz.analysis.compared import beaten, others, over_one_stream
+from nimble_viz.analysis.compared import beaten, over_one_stream, over_peer
 from nimble_viz.analysis.concurrency import graph_width, observed
 from nimble_viz.analysis.disturbance import disturbances, why_undecided
 from nimble_viz.analysis.labels import (
@@ -28,7 +28,7 @@ from nimble_viz.analysis.labels import (
 from nimble_viz.analysis.limit import distance, distance_doubt, limit
 from nimble_viz.analysis.live_memory import memory
 from nimble_viz.analysis.overhead import computing
-from nimble_viz.analysis.phases import phase_syncs, phases, profiled
+from nimble_viz.analysis.phases import phases, profiled
 from nimble_viz.analysis.provenance import provenance
 from nimble_viz.analysis.syncs import promise
 from nimble_viz.analysis.tiles import tiles
@@ -149,6 +149,8 @@ def _speed(report: ReportData, taken: Measurement) -> dict[str, Any]:
 
 
 def _plan(report: ReportData, plan: Schedule) -> dict[str, Any]:
+    promises = ["independent calls never share a stream"] * plan.maximum_concurrency
+    promises += ["fewest synchronisations"] * plan.minimum_syncs
     return {
         "policy": plan.policy,
         "label": label_run(report, plan.policy),
@@ -158,14 +160,8 @@ def _plan(report: ReportData, plan: Schedule) -> dict[str, Any]:
         "promise": promise(plan),
         "observed": observed(report, plan.policy),
         "added_order": len(plan.added_order),
-        "phases": phase_syncs(report, plan),
-        "promises": _promises(plan.maximum_concurrency, plan.minimum_syncs),
+        "promises": "; ".join(promises) or "none",
     }
-
-
-def _promises(concurrency: bool, syncs: bool) -> str:
-    parts = ["independent calls never share a stream"] * concurrency + ["fewest synchronisations"] * syncs
-    return "; ".join(parts) or "none"
 
 
 def _facts(report: ReportData) -> list[tuple[str, str]]:
@@ -183,14 +179,12 @@ def _facts(report: ReportData) -> list[tuple[str, str]]:
         ("Critical path", f"{format_ns(report.critical_path_ns)} over {path}, by isolated times" if measured else path),
         ("Costs from", report.costs.source),
     ]
-    if measured:
-        facts.insert(6, ("Concurrency there is", format_ratio(report.costs.total_ns / report.critical_path_ns)))
+    if measured and report.costs.demand:
         bound = limit_ns(report.costs, report.critical_path_ns)
         by = "SM time of all calls over SMs" if bound > report.critical_path_ns else "the critical path"
-        if report.costs.demand:
-            facts.insert(7, ("Limit: the longer of critical path and shared work", f"{format_ns(bound)}, {by}"))
+        facts.insert(6, ("Limit: the longer of critical path and shared work", f"{format_ns(bound)}, {by}"))
     origin = provenance(report)
-    return facts[:1] + (origin["facts"] if origin else []) + facts[1:]
+    return facts[:1] + (origin or []) + facts[1:]
 
 
 def _environment(report: ReportData) -> list[tuple[str, str]]:
@@ -236,8 +230,9 @@ def _warnings(report: ReportData) -> list[str]:
     found = [warning for warning in report.warnings if warning not in known]
     found += [f"while measuring: {text}" for text in disturbances(report)]
     best = best_run(report)
-    for ratio, _ in others(report, best) if best else ():
-        if not ratio.decided:
+    peer = over_peer(report, best)
+    for ratio in (over_one_stream(report, best) if best else None, peer and peer[0]):
+        if ratio and not ratio.decided:
             names = label_run(report, best), label_run(report, ratio.baseline)
             found.append(f"{names[0]} is undecided against {names[1]}: {why_undecided(report, ratio)}")
     found += [f"{label_run(report, taken.name)}: {text}" for taken in report.measurements for text in taken.warnings]

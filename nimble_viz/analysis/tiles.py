@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from nimble_core.ir.candidates import EqualityCheck
 from nimble_core.utils.units import format_ns, format_percent
 from nimble_viz.analysis.advice import PREPARE, Change, advice, best_run
 from nimble_viz.analysis.compared import doubts, only_threads, outlook, over_peer, wrong_runs
@@ -33,7 +32,6 @@ _WHAT_COMPARE_SAYS = (
 )
 _CREDIBLE = 0.9
 """A bound above this share of the time is no news, and not said."""
-_NO_PEER = "not compared with torch.compile"
 _COMPILED = 'options=Options(fuse="inductor")'
 _DIAGNOSE = "from nimble_viz import diagnose\nprint(diagnose(model, *args))"
 _AGAIN = "options=Options(budget_s=120)"
@@ -166,13 +164,14 @@ def _next(report: ReportData) -> dict[str, Any]:
         what = "Find what keeps the model from being prepared" if not wrong_runs(report) else "Find what differs"
         return _step(
             f"{what}: diagnose names each line and its remedy.",
-            "from nimble_viz import diagnose\nprint(diagnose(model, *args))",
+            _DIAGNOSE,
         )
     if not report.complete:
         return _step("Measure again to the end: this run was interrupted.", _compare(report))
     check = next((one for one in report.checks if one.name == name), None)
     if check is None or not check.passed:
-        return _unequal(report, check)
+        why = f": {check.reason}" if check and check.reason else ""
+        return _step(f"Compare outputs on inputs like yours before using it{why}.", _compare(report))
     if not over.decided:
         return _step(f"Measure again: {why_undecided(report, over)}.", _compare(report, _AGAIN))
     if measured is not None:
@@ -185,11 +184,6 @@ def _next(report: ReportData) -> dict[str, Any]:
     if report.program.fuse == "none":
         return _step("Try compiled kernels: to replay eager's gains nothing here.", _compare(report, _COMPILED), then)
     return _step("Stay with eager: preparing gains nothing here.", 'print(report.pane("overhead"))', then)
-
-
-def _unequal(report: ReportData, check: EqualityCheck | None) -> dict[str, Any]:
-    why = f": {check.reason}" if check and check.reason else ""
-    return _step(f"Compare outputs on inputs like yours before using it{why}.", _compare(report))
 
 
 def _of_profile(report: ReportData, first: Change | None) -> dict[str, Any]:

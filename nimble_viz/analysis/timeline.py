@@ -10,9 +10,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from nimble_core.ir.timeline import Lane, Span, Timeline
-from nimble_core.utils.units import format_count, format_ns, format_percent, format_ratio
-from nimble_viz.analysis.concurrency import flight_times, flights, in_flight
+from nimble_core.utils.units import format_count, format_ns, format_ratio
+from nimble_viz.analysis.concurrency import in_flight
 from nimble_viz.analysis.gaps import Gap, longest_gaps, lost, replay_gaps, stream_times
+from nimble_viz.analysis.intervals import covered
 from nimble_viz.analysis.labels import about, doubt_of, label_run, planned, share_rows
 from nimble_viz.analysis.overhead import IDLE
 from nimble_viz.analysis.phases import span_phases
@@ -38,12 +39,8 @@ def timelines(report: ReportData) -> list[dict[str, Any]]:
 def shown_timeline(report: ReportData, line: Timeline) -> dict[str, Any]:
     """Describe one timeline."""
     length, found = _drawn(line), replay_gaps(report, line)
-    order = sorted(
-        range(len(line.spans)), key=lambda at: (line.spans[at].start_ns, line.spans[at].lane, line.spans[at].end_ns)
-    )
-    spans = [line.spans[at] for at in order]
     own: list[list[Span]] = [[] for _ in line.lanes]
-    for span in spans:
+    for span in line.spans:
         own[span.lane].append(span)
     return {
         "run": line.run,
@@ -66,14 +63,14 @@ def shown_timeline(report: ReportData, line: Timeline) -> dict[str, Any]:
             {"name": lane.name, "kind": lane.kind, "idle": _idle(length, inside) if _on_device(lane) else None}
             for lane, inside in zip(line.lanes, own, strict=True)
         ],
-        "gaps": _gap_columns(found, spans),
-        "columns": _span_columns(report, line, order),
+        "gaps": _gap_columns(found, line.spans),
+        "columns": _span_columns(report, line),
     }
 
 
-def _span_columns(report: ReportData, line: Timeline, order: Sequence[int]) -> dict[str, list[Any]]:
-    """Spans as columns, in this order; whole nanoseconds from the first start."""
-    spans, phase_of = [line.spans[at] for at in order], span_phases(report, line)
+def _span_columns(report: ReportData, line: Timeline) -> dict[str, list[Any]]:
+    """Spans as columns; whole nanoseconds from the first start."""
+    spans = line.spans
     zero = min((span.start_ns for span in spans), default=0.0)
     return {
         "lane": [span.lane for span in spans],
@@ -81,8 +78,8 @@ def _span_columns(report: ReportData, line: Timeline, order: Sequence[int]) -> d
         "length": [round(span.end_ns - zero) - round(span.start_ns - zero) for span in spans],
         "call": [-1 if span.call is None else span.call for span in spans],
         "name": [span.name for span in spans],
-        "phase": [phase_of[at] for at in order],
-        "stream": [line.streams[at] for at in order] if line.streams else [],
+        "phase": span_phases(report, line),
+        "stream": list(line.streams),
     }
 
 
@@ -143,11 +140,8 @@ def _drawn(line: Timeline) -> float:
 
 
 def _idle(length: float, spans: Iterable[Span]) -> float:
-    """Return the share of ``length`` in which none of the spans, sorted by start, ran."""
-    busy, reached = 0.0, float("-inf")
-    for span in spans:
-        busy += max(0.0, span.end_ns - max(span.start_ns, reached))
-        reached = max(reached, span.end_ns)
+    """Return the share of ``length`` in which none of the spans ran."""
+    busy = covered((span.start_ns, span.end_ns) for span in spans)
     return round(max(0.0, 1 - busy / length), 4) if length else 1.0
 
 
@@ -195,10 +189,7 @@ def _facts(report: ReportData, line: Timeline, found: list[Gap]) -> list[tuple[s
     on_device = any(_on_device(lane) for lane in line.lanes)
     if on_device and line.spans:
         most, mean = in_flight(line)
-        times = flight_times(flights(line))
-        side = format_percent(sum(times[2:]) / line.length_ns) if line.length_ns else "0%"
-        more = f"; two or more for {side} of the time" if most > 1 else ""
-        facts.append(("In flight", f"{most} at most, {mean:.2f} on average{more}"))
+        facts.append(("In flight", f"{most} at most, {mean:.2f} on average"))
     spent = ", ".join(f"{row['name']} {row['share']}" for row in _lost(report, line, found))
     if spent:
         facts.append(("Time of the device" if line.run == "eager" else "Time of its streams", spent))
@@ -217,7 +208,7 @@ def _lost(report: ReportData, line: Timeline, found: list[Gap]) -> list[dict[str
     return share_rows([("busy", profile.device_busy_ns, "a kernel was running"), *idle])
 
 
-def _gap_columns(found: list[Gap], spans: list[Span]) -> dict[str, list[int]]:
+def _gap_columns(found: list[Gap], spans: Sequence[Span]) -> dict[str, list[int]]:
     """Return gaps before calls as columns; what is neither ``launch`` nor ``wait`` of one: nothing was ready."""
     place = {(span.lane, span.start_ns, span.call): at for at, span in reversed(list(enumerate(spans)))}
     shown = [gap for gap in found if gap.call is not None]

@@ -7,63 +7,33 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
-from nimble_core.ir.candidates import Candidate, EqualityCheck
-from nimble_core.ir.costs import Kernel
-from nimble_core.ir.measurement import Measurement, Ratio
-from nimble_core.ir.occupancy import Launch
-from nimble_core.ir.program import Call
-from nimble_core.ir.schedule import Schedule, SyncCounts
-from nimble_core.ir.timeline import Span, Timeline
+from nimble_core.ir.schedule import SyncCounts
 from nimble_core.utils.errors import InputError
 from nimble_core.utils.files import write_file
-from nimble_viz.analysis.advice import Change, advice
-from nimble_viz.analysis.gaps import Gap, replay_gaps
+from nimble_viz.analysis.advice import advice
+from nimble_viz.analysis.dag_layout import components
+from nimble_viz.analysis.gaps import replay_gaps
 from nimble_viz.analysis.labels import label_call, label_run, source_of
-from nimble_viz.analysis.overhead import module_tree
+from nimble_viz.analysis.overhead import grouped
 from nimble_viz.analysis.timeline import distortion
-from nimble_viz.analysis.work import CallWork, call_work, launches
-from nimble_viz.report.data import CallOverhead, HostSync, PeerResult, PhaseOverhead, ReportData
+from nimble_viz.analysis.work import call_work, launches
+from nimble_viz.report.data import ReportData
 
 if TYPE_CHECKING:
     import pandas
 
 __all__ = [
-    "KINDS", "Column", "Table", "make_table", "no_formula", "to_csv", "to_dataframe", "write_table",
+    "KINDS", "Table", "make_table", "no_formula", "to_csv", "to_dataframe", "write_table",
     "write_tables",
 ]  # fmt: skip
 
 Cell = str | int | float | bool | None
-_CellType = type[str] | type[int] | type[float] | type[bool]
-_TYPES: dict[str, _CellType] = {"int": int, "float": float, "bool": bool}
-_Columns = dict[str, tuple[_CellType, Sequence[Cell]]]
-"""Type and cells of each column, by its name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """One column; ``None`` is a missing value."""
-
-    name: str
-    type: _CellType
-    cells: tuple[Cell, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Columns of one length."""
-
-    kind: str
-    columns: tuple[Column, ...]
-
-    @property
-    def rows(self) -> list[tuple[Cell, ...]]:
-        """Its rows, in order."""
-        return list(zip(*(column.cells for column in self.columns), strict=True))
+Table = Mapping[str, Sequence[Cell]]
+"""The cells of each column, by its name; None is a missing value."""
 
 
 def make_table(report: ReportData, kind: str) -> Table:
@@ -85,8 +55,7 @@ def make_table(report: ReportData, kind: str) -> Table:
     """
     if kind not in KINDS:
         raise InputError(f"there is no table {kind!r}", fix=f"one of {', '.join(KINDS)}")
-    columns = _MAKERS[kind](report)
-    return Table(kind, tuple(Column(name, of, tuple(cells)) for name, (of, cells) in columns.items()))
+    return _MAKERS[kind](report)
 
 
 def to_dataframe(report: ReportData, kind: str) -> pandas.DataFrame:
@@ -99,7 +68,7 @@ def to_dataframe(report: ReportData, kind: str) -> pandas.DataFrame:
             f"a data frame needs pandas: {error}",
             fix="pip install 'nimble-viz[export]', or export to a folder of CSV files, which needs no package",
         ) from error
-    return pandas.DataFrame({one.name: pandas.Series(one.cells, dtype=_dtype(one)) for one in table.columns})
+    return pandas.DataFrame({name: pandas.Series(cells, dtype=_dtype(cells)) for name, cells in table.items()})
 
 
 def to_csv(table: Table) -> str:
@@ -109,8 +78,8 @@ def to_csv(table: Table) -> str:
     """
     out = io.StringIO()
     writer = csv.writer(out)
-    writer.writerow([column.name for column in table.columns])
-    writer.writerows(map(no_formula, row) for row in table.rows)
+    writer.writerow(table)
+    writer.writerows(map(no_formula, row) for row in zip(*table.values(), strict=True))
     return out.getvalue()
 
 
@@ -133,232 +102,209 @@ def write_table(report: ReportData, kind: str, path: Path) -> Path:
     return write_file(path, text.encode(errors="backslashreplace"))
 
 
-def _dtype(column: Column) -> str:
-    if column.type in (int, bool) and None in column.cells:
-        return "Int64" if column.type is int else "boolean"
-    return {int: "int64", float: "float64", bool: "bool", str: "object"}[column.type]
+def _dtype(cells: Sequence[Cell]) -> str:
+    of = next((type(cell) for cell in cells if cell is not None), float)
+    if of in (int, bool) and None in cells:
+        return "Int64" if of is int else "boolean"
+    return {int: "int64", float: "float64", bool: "bool"}.get(of, "object")
 
 
 def _join(values: Iterable[object]) -> str:
     return " ".join(map(str, values))
 
 
-def _told(of: type, rows: Iterable[object], *names: str) -> _Columns:
-    """Return these attributes of ``rows`` as columns of the types that their class ``of`` declares; None has none."""
-    declared = dict(of.__annotations__)
-    declared |= {
-        name: one.fget.__annotations__["return"] for name, one in vars(of).items() if isinstance(one, property)
-    }
-    types: dict[str, _CellType] = {name: _TYPES.get(declared[name].removesuffix(" | None"), str) for name in names}
-    rows = list(rows)
-    return {name: (kind, [getattr(row, name, None) for row in rows]) for name, kind in types.items()}
+def _picked(rows: Iterable[object], *columns: str) -> Table:
+    """Return attributes of ``rows`` as columns, ``"name"`` or ``"name=attribute.of.attribute"``; None has none."""
+
+    def cell(row: Any, path: str) -> Cell:
+        for step in path.split("."):
+            row = getattr(row, step, None)
+        return cast(Cell, row)
+
+    rows, pairs = list(rows), [column.partition("=") for column in columns]
+    return {name: [cell(row, path or name) for row in rows] for name, _, path in pairs}
 
 
 # One function for each table.
 
 
-def _calls(report: ReportData) -> _Columns:
+def _calls(report: ReportData) -> Table:
     calls, costs = report.program.calls, report.costs
     chosen, critical = report.schedule(report.chosen), frozenset(report.critical_path)
-    work = _told(
-        CallWork,
-        call_work(report),
-        *("flops", "bytes_read", "bytes_written", "gflops", "gbytes", "fill", "waves", "occupancy"),
-    )
-    work["demand"] = work.pop("fill")
+    rates = ("flops", "bytes_read", "bytes_written", "gflops", "gbytes", "demand=fill", "waves", "occupancy")
     return {
-        "call": (int, [call.index for call in calls]),
-        **_told(Call, calls, "operator"),
-        "label": (str, [label_call(call) for call in calls]),
-        **_told(Call, calls, "phase", "module"),
-        "source": (str, [source_of(call) for call in calls]),
-        "origins": (int, [len(call.origins) for call in calls]),
-        "eager_calls": (str, [_join(call.eager) for call in calls]),
-        "cost_ns": (float, costs.ns),
-        "cost_spread_ns": (float, costs.spread_ns or [None] * len(calls)),
-        **work,
-        "critical": (bool, [call.index in critical for call in calls]),
-        "stream": (int, chosen.stream if chosen else [None] * len(calls)),
+        **_picked(calls, "call=index", "operator"),
+        "label": [label_call(call) for call in calls],
+        **_picked(calls, "phase", "module"),
+        "source": [source_of(call) for call in calls],
+        "origins": [len(call.origins) for call in calls],
+        "eager_calls": [_join(call.eager) for call in calls],
+        "cost_ns": costs.ns,
+        "cost_spread_ns": costs.spread_ns or [None] * len(calls),
+        **_picked(call_work(report), *rates),
+        "critical": [call.index in critical for call in calls],
+        "stream": chosen.stream if chosen else [None] * len(calls),
     }
 
 
-def _kernels(report: ReportData) -> _Columns:
+def _kernels(report: ReportData) -> Table:
     kernels = report.costs.kernels
-    launched = _told(Launch, launches(report), "blocks", "resident", "waves", "occupancy")
-    launched["blocks_resident"] = launched.pop("resident")
     return {
-        **_told(Kernel, kernels, "call"),
-        "kernel": (str, [one.name for one in kernels]),
-        "grid": (str, [_join(one.grid) for one in kernels]),
-        "block": (str, [_join(one.block) for one in kernels]),
-        **_told(Kernel, kernels, "registers", "shared_bytes", "node", "duration_ns"),
-        **launched,
+        **_picked(kernels, "call", "kernel=name"),
+        "grid": [_join(one.grid) for one in kernels],
+        "block": [_join(one.block) for one in kernels],
+        **_picked(kernels, "registers", "shared_bytes", "node", "duration_ns"),
+        **_picked(launches(report), "blocks", "waves", "occupancy", "blocks_resident=resident"),
     }
 
 
-def _spans(report: ReportData) -> _Columns:
+def _spans(report: ReportData) -> Table:
     rows = [(line, at, span) for line in report.timelines for at, span in enumerate(line.spans)]
-    lines, lanes = [line for line, _, _ in rows], [line.lanes[span.lane] for line, _, span in rows]
+    lines = [line for line, _, _ in rows]
     return {
-        **_told(Timeline, lines, "run"),
-        "lane": (str, [lane.name for lane in lanes]),
-        "lane_kind": (str, [lane.kind for lane in lanes]),
-        **_told(Span, (span for _, _, span in rows), "start_ns", "end_ns", "call", "name"),
-        "device_stream": (int, [line.streams[at] if line.streams else None for line, at, _ in rows]),
-        **_told(Timeline, lines, "source", "reliable"),
-        "profiled_over_unprofiled": (float, [distortion(line) or None for line in lines]),
+        **_picked(lines, "run"),
+        **_picked((line.lanes[span.lane] for line, _, span in rows), "lane=name", "lane_kind=kind"),
+        **_picked((span for _, _, span in rows), "start_ns", "end_ns", "call", "name"),
+        "device_stream": [line.streams[at] if line.streams else None for line, at, _ in rows],
+        **_picked(lines, "source", "reliable"),
+        "profiled_over_unprofiled": [distortion(line) or None for line in lines],
     }
 
 
-def _gaps(report: ReportData) -> _Columns:
+def _gaps(report: ReportData) -> Table:
     rows = [(line, gap) for line in report.timelines for gap in replay_gaps(report, line)]
     names = ("call", "awaited", "start_ns", "end_ns", "launch_ns", "wait_ns", "unready_ns")
     return {
-        "run": (str, [line.run for line, _ in rows]),
-        "lane": (str, [line.lanes[gap.lane].name for line, gap in rows]),
-        **_told(Gap, (gap for _, gap in rows), *names),
+        "run": [line.run for line, _ in rows],
+        "lane": [line.lanes[gap.lane].name for line, gap in rows],
+        **_picked((gap for _, gap in rows), *names),
     }
 
 
-def _syncs(report: ReportData) -> _Columns:
+def _syncs(report: ReportData) -> Table:
     rows = [(plan, *wait) for plan in report.schedules for wait in plan.syncs]
     hazards = dict(zip(report.graph.edges, report.graph.kinds, strict=True))
     return {
-        "schedule": (str, [plan.policy for plan, _, _ in rows]),
-        "producer": (int, [producer for _, producer, _ in rows]),
-        "consumer": (int, [consumer for _, _, consumer in rows]),
-        "producer_stream": (int, [plan.stream[producer] for plan, producer, _ in rows]),
-        "consumer_stream": (int, [plan.stream[consumer] for plan, _, consumer in rows]),
-        "hazards": (str, [hazards.get((u, v), "") for _, u, v in rows]),
+        "schedule": [plan.policy for plan, _, _ in rows],
+        "producer": [producer for _, producer, _ in rows],
+        "consumer": [consumer for _, _, consumer in rows],
+        "producer_stream": [plan.stream[producer] for plan, producer, _ in rows],
+        "consumer_stream": [plan.stream[consumer] for plan, _, consumer in rows],
+        "hazards": [hazards.get((u, v), "") for _, u, v in rows],
     }
 
 
-def _host_syncs(report: ReportData) -> _Columns:
-    rows = report.overhead.host_syncs if report.overhead else ()
-    return _told(HostSync, rows, "kind", "count", "total_ns", "source", "phase")
-
-
-def _schedules(report: ReportData) -> _Columns:
+def _schedules(report: ReportData) -> Table:
     plans = report.schedules
     return {
-        "schedule": (str, [plan.policy for plan in plans]),
-        "chosen": (bool, [plan.policy == report.chosen for plan in plans]),
-        **_told(Schedule, plans, "streams"),
-        **_told(SyncCounts, (plan.counts for plan in plans), *SyncCounts.__annotations__),
-        "added_order": (int, [len(plan.added_order) for plan in plans]),
-        **_told(Schedule, plans, "maximum_concurrency", "minimum_syncs"),
+        **_picked(plans, "schedule=policy"),
+        "chosen": [plan.policy == report.chosen for plan in plans],
+        **_picked(plans, "streams", *(f"{name}=counts.{name}" for name in SyncCounts.__annotations__)),
+        "added_order": [len(plan.added_order) for plan in plans],
+        **_picked(plans, "maximum_concurrency", "minimum_syncs"),
     }
 
 
-def _candidates(report: ReportData) -> _Columns:
+_CHECK = ("passed=check.passed", "error=check.error", "tolerance=check.tolerance")
+
+
+def _candidates(report: ReportData) -> Table:
     rows = report.candidates
     return {
-        "candidate": (str, [one.name for one in rows]),
-        "kernels": (str, [one.fuse for one in rows]),
-        **_told(Candidate, rows, "streams", "syncs"),
-        "simulated_ns": (float, [one.simulated_ns or None for one in rows]),
-        **_told(Measurement, (one.measurement for one in rows), "median_ns", "spread"),
-        **_told(EqualityCheck, (one.check for one in rows), "passed", "error", "tolerance"),
-        "nbytes": (int, [one.nbytes or None for one in rows]),
-        **_told(Candidate, rows, "capture_s", "fuse_s", "chosen", "note"),
+        **_picked(rows, "candidate=name", "kernels=fuse", "streams", "syncs"),
+        "simulated_ns": [one.simulated_ns or None for one in rows],
+        **_picked(rows, "median_ns=measurement.median_ns", "spread=measurement.spread", *_CHECK),
+        "nbytes": [one.nbytes or None for one in rows],
+        **_picked(rows, "capture_s", "fuse_s", "chosen", "note"),
     }
 
 
-def _measurements(report: ReportData) -> _Columns:
+def _measurements(report: ReportData) -> Table:
     rows = report.measurements
     ratios = [report.ratio(taken.name) for taken in rows]
-    over = _told(Ratio, ratios, "value", "low", "high")
     return {
-        "run": (str, [taken.name for taken in rows]),
-        "label": (str, [label_run(report, taken.name) for taken in rows]),
-        **_told(Measurement, rows, "median_ns", "spread", "drift"),
-        "samples": (int, [len(taken.samples_ns) for taken in rows]),
-        **_told(Measurement, rows, "warmup"),
-        "over_eager": over["value"],
-        "over_eager_low": over["low"],
-        "over_eager_high": over["high"],
-        "verdict": (str, [ratio.verdict if ratio else "" for ratio in ratios]),
-        **_told(Measurement, rows, "dropped", "stable"),
-        "warnings": (str, ["; ".join(taken.warnings) for taken in rows]),
+        **_picked(rows, "run=name"),
+        "label": [label_run(report, taken.name) for taken in rows],
+        **_picked(rows, "median_ns", "spread", "drift"),
+        "samples": [len(taken.samples_ns) for taken in rows],
+        **_picked(rows, "warmup"),
+        **_picked(ratios, "over_eager=value", "over_eager_low=low", "over_eager_high=high"),
+        "verdict": [ratio.verdict if ratio else "" for ratio in ratios],
+        **_picked(rows, "dropped", "stable"),
+        "warnings": ["; ".join(taken.warnings) for taken in rows],
     }
 
 
-def _samples(report: ReportData) -> _Columns:
+def _samples(report: ReportData) -> Table:
     rows = [
         (taken.name, at, ns)
         for taken in report.measurements
         for at, ns in zip(taken.rounds or range(len(taken.samples_ns)), taken.samples_ns, strict=True)
     ]
-    return {
-        "run": (str, [name for name, _, _ in rows]),
-        "round": (int, [at for _, at, _ in rows]),
-        "ns": (float, [ns for _, _, ns in rows]),
-    }
+    return {name: [row[at] for row in rows] for at, name in enumerate(("run", "round", "ns"))}
 
 
-def _peers(report: ReportData) -> _Columns:
+def _peers(report: ReportData) -> Table:
     rows = report.peers
     return {
-        "peer": (str, [peer.name for peer in rows]),
-        **_told(Measurement, (report.measurement(peer.name) for peer in rows), "median_ns"),
-        **_told(PeerResult, rows, "prepare_s"),
-        **_told(EqualityCheck, (peer.check for peer in rows), "passed", "error", "tolerance"),
-        **_told(PeerResult, rows, "note"),
+        **_picked(rows, "peer=name"),
+        **_picked((report.measurement(peer.name) for peer in rows), "median_ns"),
+        **_picked(rows, "prepare_s", *_CHECK, "note"),
     }
 
 
 _PARTS = ("python_ns", "dispatch_ns", "allocation_ns", "launch_ns", "tail_ns", "work_ns", "exposed_ns")
 
 
-def _overhead(report: ReportData) -> _Columns:
+def _overhead(report: ReportData) -> Table:
     rows = report.overhead.calls if report.overhead else ()
     calls = [report.eager_calls[row.call] for row in rows]
     return {
-        **_told(CallOverhead, rows, "call"),
-        **_told(Call, calls, "operator", "phase", "module"),
-        "source": (str, [source_of(call) for call in calls]),
-        **_told(CallOverhead, rows, *_PARTS),
+        **_picked(rows, "call"),
+        **_picked(calls, "operator", "phase", "module"),
+        "source": [source_of(call) for call in calls],
+        **_picked(rows, *_PARTS),
     }
 
 
-def _modules(report: ReportData) -> _Columns:
-    rows = [row for root in module_tree(report) for row in root if not row.own]
+def _modules(report: ReportData) -> Table:
+    parts = [part.removesuffix("_ns") for part in ("overhead_ns", *_PARTS)]
+    rows: dict[tuple[str, ...], dict[str, float]] = {}
+    for inner in grouped(report, "module"):
+        steps = components(inner["name"])
+        for depth in range(len(steps)):
+            row = rows.setdefault(steps[: depth + 1], {"calls": 0, **dict.fromkeys(parts, 0.0)})
+            for key in row:
+                row[key] += inner[key]
+    outer_first = sorted(rows)
     return {
-        "module": (str, [row.path for row in rows]),
-        "depth": (int, [row.depth for row in rows]),
-        "calls": (int, [len(row.eager) for row in rows]),
-        **{part: (float, [row.sums[part.removesuffix("_ns")] for row in rows]) for part in ("overhead_ns", *_PARTS)},
+        "module": [".".join(steps) for steps in outer_first],
+        "depth": [len(steps) - 1 for steps in outer_first],
+        "calls": [rows[steps]["calls"] for steps in outer_first],
+        **{f"{part}_ns": [rows[steps][part] for steps in outer_first] for part in parts},
     }
 
 
-def _phases(report: ReportData) -> _Columns:
-    return _told(PhaseOverhead, report.overhead.phases if report.overhead else (), "phase", "host_ns", *_PARTS)
+def _split(report: ReportData) -> Table:
+    split = advice(report).replay
+    rows = (
+        [(split.run, name, ns, ns / split.total_ns if split.total_ns else 0.0) for name, ns, _ in split.rows]
+        if split
+        else []
+    )
+    return {name: [row[at] for row in rows] for at, name in enumerate(("run", "part", "ns", "share"))}
 
 
-def _split(report: ReportData) -> _Columns:
-    found = advice(report)
-    rows = [(split, name, ns) for split in (found.replay,) if split for name, ns, _ in split.rows]
-    return {
-        "run": (str, [split.run for split, _, _ in rows]),
-        "part": (str, [name for _, name, _ in rows]),
-        "ns": (float, [ns for _, _, ns in rows]),
-        "share": (float, [ns / split.total_ns if split.total_ns else 0.0 for split, _, ns in rows]),
-    }
+_WAIT = ("kind", "count", "total_ns", "source", "phase")
+_CHANGE = ("change=what", "run", "gain_ns", "of_ns", "basis", "per_sample", "why")
 
-
-def _advice(report: ReportData) -> _Columns:
-    rows = advice(report).changes
-    named: _Columns = {"change": (str, [one.what for one in rows])}
-    return named | _told(Change, rows, "run", "gain_ns", "of_ns", "basis", "per_sample", "why")
-
-
-_MAKERS: dict[str, Callable[[ReportData], _Columns]] = {
+_MAKERS: dict[str, Callable[[ReportData], Table]] = {
     "calls": _calls,
     "kernels": _kernels,
     "spans": _spans,
     "gaps": _gaps,
     "syncs": _syncs,
-    "host_syncs": _host_syncs,
+    "host_syncs": lambda report: _picked(report.overhead.host_syncs if report.overhead else (), *_WAIT),
     "schedules": _schedules,
     "candidates": _candidates,
     "measurements": _measurements,
@@ -366,9 +312,9 @@ _MAKERS: dict[str, Callable[[ReportData], _Columns]] = {
     "peers": _peers,
     "overhead": _overhead,
     "modules": _modules,
-    "phases": _phases,
+    "phases": lambda report: _picked(report.overhead.phases if report.overhead else (), "phase", "host_ns", *_PARTS),
     "split": _split,
-    "advice": _advice,
+    "advice": lambda report: _picked(advice(report).changes, *_CHANGE),
 }
 
 KINDS = tuple(_MAKERS)

@@ -13,9 +13,9 @@ from nimble_core.ir.program import Call
 from nimble_core.ir.timeline import Timeline
 from nimble_core.utils.errors import InputError
 from nimble_core.utils.units import format_ns
-from nimble_viz.analysis.labels import context, label_call, label_run, source_of
+from nimble_viz.analysis.labels import context, label_call, label_run, source_of, visible
 from nimble_viz.analysis.phases import PHASES, span_phases
-from nimble_viz.analysis.timeline import distorted, distortion
+from nimble_viz.analysis.timeline import distorted
 from nimble_viz.report.data import ReportData
 
 __all__ = [
@@ -29,11 +29,9 @@ Argument = tuple[str, Value]
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One run: a group of tracks with a time axis that starts at 0; how it was measured as values and in words."""
+    """One run: a group of tracks with a time axis that starts at 0; ``labels``: how it was measured."""
 
     name: str
-    run: str
-    arguments: tuple[Argument, ...]
     labels: tuple[str, ...]
 
 
@@ -97,17 +95,16 @@ def make_trace(report: ReportData) -> Trace:
     flows: list[Flow] = []
     for line in sorted(report.timelines, key=lambda line: line.run != "eager"):
         _add_run(report, line, len(processes), tracks, slices, flows)
-        name, run = _text(label_run(report, line.run)), _text(line.run)
-        processes.append(Process(name, run, _run_arguments(report, line), tuple(_run_labels(report, line))))
+        processes.append(Process(visible(label_run(report, line.run)), tuple(_run_labels(report, line))))
     where = report.environment
     stamp = (("model", report.model), ("context", context(report)), ("torch", where.torch), ("date", where.date))
     return Trace(
-        title=_text(f"{report.model}: {context(report)}"),
+        title=visible(f"{report.model}: {context(report)}"),
         processes=tuple(processes),
         tracks=tuple(tracks),
         slices=tuple(slices),
         flows=tuple(flows),
-        arguments=tuple((name, _text(value)) for name, value in stamp),
+        arguments=tuple((name, visible(value)) for name, value in stamp),
     )
 
 
@@ -142,13 +139,11 @@ def _add_run(
 
     def add_track(name: str, lane: int | None, members: Iterable[Slice]) -> None:
         taken = {track.name for track in tracks if track.process == process}
-        name = _text(name)
+        name = visible(name)
         tracks.append(Track(process, name if name not in taken else f"{name} [{len(tracks)}]", lane, not taken))
         slices.extend(members)
 
-    whole = Slice(
-        len(tracks), 0, max((end for _, end in times), default=0), _text(line.run), "run", _run_arguments(report, line)
-    )
+    whole = Slice(len(tracks), 0, max((end for _, end in times), default=0), visible(line.run), "run")
     add_track("run", None, [whole])
     for row, stretches in enumerate(_rows(_phase_stretches(report, line, shift), nested=False)):
         marks = [Slice(len(tracks), start, end, PHASES[at], PHASES[at]) for start, end, at in stretches]
@@ -172,7 +167,7 @@ def _add_run(
                 slice_of[index] = len(slices) + len(made)
                 if line.streams:
                     known = (*known, ("device_stream", line.streams[index]))
-                made.append(Slice(len(tracks), start, end, _text(span.name), category, known))
+                made.append(Slice(len(tracks), start, end, visible(span.name), category, known))
             add_track(f"{lane.name} ({row + 1})" if row else lane.name, number, made)
     flows.extend(_flows(report, line, slices, slice_of))
 
@@ -241,28 +236,8 @@ def _phase_stretches(report: ReportData, line: Timeline, shift: float) -> list[t
     ]
 
 
-def _run_arguments(report: ReportData, line: Timeline) -> tuple[Argument, ...]:
-    found: list[Argument] = [
-        ("source", line.source),
-        ("clock", _text(line.clock)),
-        ("profiled_ns", round(line.profiled_ns)),
-        ("unprofiled_ns", round(line.unprofiled_ns)),
-    ]
-    if line.unprofiled_ns:
-        found.append(("profiled_over_unprofiled", round(distortion(line), 3)))
-        found.append(("distorted", distorted(report, line)))
-    found.append(("reliable", line.reliable))
-    if line.check is not None:
-        found.append(("kernels_seen", line.check.seen))
-        found.append(("nodes_expected", line.check.expected))
-        found.append(("kernels_told_by", _text(line.check.by)))
-    if line.note:
-        found.append(("note", _text(line.note)))
-    return tuple(found)
-
-
 def _run_labels(report: ReportData, line: Timeline) -> Iterator[str]:
-    yield _text(f"{line.source}, {line.clock}")
+    yield visible(f"{line.source}, {line.clock}")
     if line.profiled_ns:
         yield f"profiled {format_ns(line.profiled_ns)}"
     if line.unprofiled_ns:
@@ -272,27 +247,22 @@ def _run_labels(report: ReportData, line: Timeline) -> Iterator[str]:
     if not line.reliable:
         yield "UNRELIABLE"
     if line.note:
-        yield _text(line.note)
+        yield visible(line.note)
 
 
 def _call_arguments(call: Call) -> tuple[Argument, ...]:
-    found: list[Argument] = [("call", call.index), ("label", _text(label_call(call)))]
-    found.append(("operator", _text(call.operator)))
+    found: list[Argument] = [("call", call.index), ("label", visible(label_call(call)))]
+    found.append(("operator", visible(call.operator)))
     if call.module:
-        found.append(("module", _text(call.module)))
+        found.append(("module", visible(call.module)))
     if source_of(call):
-        found.append(("source", _text(source_of(call))))
+        found.append(("source", visible(source_of(call))))
     found.append(("phase", call.phase))
     found.append(("bytes_read", sum(ref.nbytes for ref in call.reads)))
     found.append(("bytes_written", sum(ref.nbytes for ref in call.writes)))
     if call.eager:
         found.append(("eager_calls", call.eager))
     return tuple(found)
-
-
-def _text(text: str) -> str:
-    """Text that can be written as UTF-8: file names may hold bytes that no character stands for."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 # Chrome trace-event JSON.

@@ -6,6 +6,7 @@ Nothing is linked and nothing is clicked here: that is the page's and the widget
 from __future__ import annotations
 
 from collections.abc import Callable
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 from nimble_core.ir.measurement import Measurement
@@ -52,18 +53,18 @@ def _timeline(report: ReportData) -> Figure:
     names: list[str] = []
     for run in timelines(report):
         spans, first = run["columns"], len(names)
-        doubts = "".join(f"<br>{_escape(mark)}" for mark in run["marks"])
-        names += [f"{_escape(run['label'])} · {_escape(lane['name'])}" for lane in run["lanes"]]
+        doubts = "".join(f"<br>{escape(mark)}" for mark in run["marks"])
+        names += [f"{escape(run['label'])} · {escape(lane['name'])}" for lane in run["lanes"]]
         figure.add_trace(
             Bar(
                 orientation="h",
-                name=_escape(run["label"]),
+                name=escape(run["label"]),
                 base=[ns / 1e6 for ns in spans["start"]],
                 x=[ns / 1e6 for ns in spans["length"]],
                 y=[first + lane for lane in spans["lane"]],
                 customdata=spans["call"],
                 hovertext=[
-                    f"<b>{_escape(name)}</b>{f'<br>call {call}' if call >= 0 else ''}<br>{format_ns(ns)}{doubts}"
+                    f"<b>{escape(name)}</b>{f'<br>call {call}' if call >= 0 else ''}<br>{format_ns(ns)}{doubts}"
                     for name, call, ns in zip(spans["name"], spans["call"], spans["length"], strict=True)
                 ],
                 hovertemplate="%{hovertext}<extra></extra>",
@@ -73,7 +74,7 @@ def _timeline(report: ReportData) -> Figure:
     if not figure.data:
         return _empty(report, "Timeline", "no run was timed call by call")
     figure.update_yaxes(tickvals=list(range(len(names))), ticktext=names, autorange="reversed", showgrid=False)
-    figure.update_xaxes(title_text=f"ms<br>{_escape(axis_note(report))}")
+    figure.update_xaxes(title_text=f"ms<br>{escape(axis_note(report))}")
     return figure.update_layout(
         title=_title(report, "Timeline"), barmode="overlay", bargap=0.2, height=220 + 24 * len(names)
     )
@@ -87,7 +88,7 @@ def _overhead(report: ReportData) -> Figure:
     if report.overhead is None or not rows:
         return _empty(report, "Framework overhead", "eager was not profiled")
     shown = rows[:MAX_ROWS]
-    names = [_escape(row["name"]) for row in shown]
+    names = [escape(row["name"]) for row in shown]
     parts = (*PARTS, "work") if report.environment.device != "cuda" else PARTS
     figure = Figure([Bar(name=part, orientation="h", y=names, x=[row[part] / 1e6 for row in shown]) for part in parts])
     left = len(rows) - len(shown)
@@ -106,10 +107,10 @@ def _syncs(report: ReportData) -> Figure:
     plans = summary(report)["plans"]
     if not plans:
         return _empty(report, "Synchronisations", "no plan was made")
-    labels = [f"{_escape(row['label'])}, {plural(row['streams'], 'stream')}" for row in plans]
+    labels = [f"{escape(row['label'])}, {plural(row['streams'], 'stream')}" for row in plans]
     figure = Figure(
         [
-            Bar(name=name, x=labels, y=[row[key] for row in plans], hovertemplate=f"%{{y}}: {_escape(meaning)}")
+            Bar(name=name, x=labels, y=[row[key] for row in plans], hovertemplate=f"%{{y}}: {escape(meaning)}")
             for key, name, meaning in COUNTS
         ]
     )
@@ -118,8 +119,8 @@ def _syncs(report: ReportData) -> Figure:
 
 
 def _title(report: ReportData, what: str) -> str:
-    subject = f"{_escape(report.model)}, {_escape(report.dtype)}, batch {report.batch}"
-    return f"{what} of {subject} on {_escape(report.environment.device_name)}"
+    subject = f"{escape(report.model)}, {escape(report.dtype)}, batch {report.batch}"
+    return f"{what} of {subject} on {escape(report.environment.device_name)}"
 
 
 def _empty(report: ReportData, what: str, why: str) -> Figure:
@@ -168,7 +169,7 @@ def _traces(report: ReportData, taken: Measurement, colour: str) -> tuple[Box, S
 
     samples = [ns / 1e6 for ns in taken.samples_ns]
     peer = any(one.name == taken.name for one in report.peers)
-    label = f"{_escape(label_run(report, taken.name))}{', peer' if peer else ''}"
+    label = f"{escape(label_run(report, taken.name))}{', peer' if peer else ''}"
     name = f"{label}: median {format_ns(taken.median_ns)}{'' if taken.stable else ' (unstable)'}"
     marker = {"color": colour, "size": 4, "symbol": "circle-open" if peer else "circle"}
     box = Box(
@@ -192,11 +193,6 @@ def _traces(report: ReportData, taken: Measurement, colour: str) -> tuple[Box, S
         hovertemplate="sample %{x}: %{y:.4f} ms<extra></extra>",
     )
     return box, line
-
-
-def _escape(text: str) -> str:
-    """Escape a name: plotly reads a little HTML in labels."""
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 KINDS: dict[str, Callable[[ReportData], Any]] = {

@@ -89,7 +89,7 @@ def fragment(report: ReportData, pane: str = "summary") -> str:
     title = html.escape(f"nimble_viz report of {report.model}")
     frame = b64encode(_gzip(page(report, pane))).decode()
     return (
-        f'<iframe title="{title}" sandbox="allow-scripts" srcdoc="{_attribute(_INSIDE.substitute(packed=frame))}" '
+        f'<iframe title="{title}" sandbox="allow-scripts" srcdoc="{html.escape(_INSIDE.substitute(packed=frame))}" '
         'style="width:100%;height:720px;border:1px solid rgba(128,128,128,.35);border-radius:8px" loading="lazy">'
         "</iframe><details open><summary>Summary as text</summary>"
         f"<pre>{html.escape(plain_text(report, _WIDTH))}</pre></details>{_OUTSIDE}"
@@ -109,7 +109,3 @@ def packed(report: ReportData, before: ReportData | None = None) -> bytes:
 
 def _gzip(text: str) -> bytes:
     return gzip.compress(text.encode(), mtime=0)
-
-
-def _attribute(text: str) -> str:
-    return text.replace("&", "&amp;").replace('"', "&quot;")

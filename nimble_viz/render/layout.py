@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 __all__ = [
-    "COLOURS", "FILLS", "MAX_WIDTH", "MIN_WIDTH", "Bar", "bullet", "columns", "figure_head", "figure_row", "indented",
-    "make_table", "note", "pairs", "plain", "sections", "words",
+    "COLOURS", "FILLS", "MAX_WIDTH", "MIN_WIDTH", "Bar", "bullet", "columns", "indented", "make_table",
+    "note", "pairs", "plain", "sections", "words",
 ]  # fmt: skip
 
 MIN_WIDTH, MAX_WIDTH = 60, 200
@@ -118,27 +118,6 @@ def sections(parts: Iterable[tuple[str, Sequence[RenderableType]]]) -> Iterator[
         yield words("")
         yield words(title, "bold cyan")
         yield from map(indented, body)
-
-
-def figure_head(names: Sequence[str], widths: Sequence[int]) -> list[RenderableType]:
-    """Draw the head of a table whose rows (``figure_row``) are parted by lines of text."""
-    from rich.constrain import Constrain
-    from rich.rule import Rule
-
-    return [figure_row(names, widths, "bold"), Constrain(Rule(style="dim"), sum(widths) + 2 * (len(widths) - 1))]
-
-
-def figure_row(cells: Sequence[str | Text], widths: Sequence[int], style: str) -> RenderableType:
-    """Draw one line of such a table: a name, which gives way, then figures."""
-    from rich.constrain import Constrain
-    from rich.table import Table
-
-    line = Table.grid(padding=(0, 2, 0, 0), expand=True)
-    line.add_column(overflow="fold", ratio=1)
-    for width in widths[1:]:
-        line.add_column(justify="right", overflow="fold", width=width)
-    line.add_row(*(words(cell, style) if isinstance(cell, str) else cell for cell in cells))
-    return Constrain(line, sum(widths) + 2 * (len(widths) - 1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,14 +11,13 @@ from typing import Any
 from nimble_core.utils.errors import InputError
 from nimble_core.utils.files import write_file
 from nimble_viz.analysis.dag import dag
-from nimble_viz.analysis.live_memory import live_memory, live_text
+from nimble_viz.analysis.live_memory import live_memory
 from nimble_viz.analysis.overhead import overhead
-from nimble_viz.analysis.source import source, source_text
+from nimble_viz.analysis.source import source
 from nimble_viz.analysis.summary import summary
 from nimble_viz.analysis.syncs import host_syncs
 from nimble_viz.analysis.timeline import timelines
 from nimble_viz.render.html import fragment, page
-from nimble_viz.render.layout import columns
 from nimble_viz.render.text import pane_text, plain_text
 from nimble_viz.report.data import ReportData
 
@@ -63,13 +62,8 @@ class Pane:
         return _VIEWS[self.name](self.report)
 
     def to_text(self, width: int | None = None) -> str:
-        """Return the view as plain text, ``width`` columns wide; lines of code stay as long as they are."""
-        text = pane_text(self.report, self.name, width)
-        if self.name == "source":
-            return f"{text}\n{source_text(self.report)}"
-        if self.name == "memory":
-            return f"{text}\n{live_text(self.report, columns(width))}"
-        return text
+        """Return the view as plain text, ``width`` columns wide."""
+        return pane_text(self.report, self.name, width)
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write one self-contained page, opened at this view, to ``path``; raise OSError if that fails."""

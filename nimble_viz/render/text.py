@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nimble_core.utils.units import format_count, format_ns, format_percent
+from nimble_core.utils.units import format_bytes, format_count, format_ns, format_percent
 from nimble_viz.analysis.gaps import CAUSES
-from nimble_viz.analysis.labels import INTERVAL, label_call, plural, visible
+from nimble_viz.analysis.labels import INTERVAL, plural, visible
+from nimble_viz.analysis.live_memory import live_memory
 from nimble_viz.analysis.overhead import PARTS, grouped, overhead
-from nimble_viz.analysis.provenance import fused_calls, module_of
 from nimble_viz.analysis.source import hottest, source
 from nimble_viz.analysis.summary import summary
-from nimble_viz.analysis.syncs import ENDS, host_syncs
+from nimble_viz.analysis.syncs import host_syncs
 from nimble_viz.analysis.timeline import axis_note, timelines
 from nimble_viz.render.layout import (
     COLOURS,
@@ -22,8 +22,6 @@ from nimble_viz.render.layout import (
     Bar,
     bullet,
     columns,
-    figure_head,
-    figure_row,
     indented,
     make_table,
     note,
@@ -44,14 +42,15 @@ __all__ = ["MAX_WIDTH", "MIN_WIDTH", "columns", "pane_text", "plain", "plain_tex
 
 _TOP = 10
 _GAPS = 5
-_LINES = 5
-_PLAN_COLUMNS, _PEER_COLUMNS = (38, 7, 8, 12), (28, 7, 25, 11)
-_PATH_ENDS = 3
+_LINES, _MORE_LINES = 5, 40
+"""Lines of code, and results at the peak of memory: those of the whole report, and of one view."""
 _NOTHING = {
     "overhead": "eager was not profiled, so nothing is known about where its host time went",
     "dag": "no edges are known: compare(model, inputs) records them",
     "timeline": "no timeline was taken: neither eager nor a replay was traced",
     "syncs": "no plan was made and eager was not profiled, so nothing is known to wait",
+    "source": "no call of this report has a source line",
+    "memory": "the memory of this report's calls is not known",
 }
 
 
@@ -61,10 +60,10 @@ def plain_text(report: ReportData, width: int | None = None, *, full: bool = Fal
 
 
 def pane_text(report: ReportData, pane: str, width: int | None = None) -> str:
-    """Return what the full text says of one view; ``"source"`` and ``"memory"`` have texts that follow it."""
+    """Return what the full text says of one view, with more lines of code and results that hold the peak of memory."""
     from rich.console import Group
 
-    shown = [(title, body) for panes, title, body in _sections(report) if pane in panes.split()]
+    shown = [(title, body) for panes, title, body in _sections(report, _MORE_LINES) if pane in panes.split()]
     nothing = f"{_NOTHING[pane]}." if pane in _NOTHING and not shown else ""
     named = words(f"nimble_viz: {report.model}", "bold"), *([words(nothing)] if nothing else [])
     return plain(Group(*((TilesText(report, full=True),) if pane == "summary" else named), *sections(shown)), width)
@@ -76,17 +75,15 @@ def report_text(report: ReportData, *, full: bool = False) -> RenderableType:
 
     if not full:
         return TilesText(report)
-    parts = ((title, body) for _, title, body in _sections(report))
+    parts = ((title, body) for _, title, body in _sections(report, _LINES))
     return Group(TilesText(report, full=True), *sections(parts))
 
 
-def _sections(report: ReportData) -> Iterator[tuple[str, str, list[RenderableType]]]:
+def _sections(report: ReportData, most: int) -> Iterator[tuple[str, str, list[RenderableType]]]:
     """Yield of each section the names of the views that it belongs to, its title and its body."""
     tables = summary(report)
     if tables["profiled"]:
-        found = tables["profiled"]
-        parts = _parts("", found["rows"], found["bound"]), note(f"shares {found['basis']}"), pairs(found["facts"])
-        yield "summary", "What an iteration is spent on", [*parts]
+        yield "summary", "What was profiled", [pairs(tables["profiled"]["facts"])]
     if tables["computing"]:
         yield "summary overhead", "What computes", _computing(tables["computing"])
     if tables["speed"] and not tables["profiled"]:
@@ -101,46 +98,38 @@ def _sections(report: ReportData) -> Iterator[tuple[str, str, list[RenderableTyp
     if tables["candidates"]:
         yield "summary", "Plans that were tried", _candidates(tables["candidates"])
     if tables["plans"]:
-        yield "summary syncs", "Streams and synchronisations", _plans(tables["plans"])
-        yield "summary dag", "Concurrency", _concurrency(tables)
+        yield "summary dag syncs", "Streams and synchronisations", _plans(tables)
     lines = timelines(report)
     if lines:
         chosen = next((line for line in lines if line["run"] == report.chosen), lines[-1])
         yield "timeline", "Timelines", _timelines(lines, chosen, axis_note(report))
     if not tables["profiled"]:
-        yield "summary dag", "Limits", _limits(report, tables)
+        reached = [f"{row['label']} {row['distance']}" for row in tables["speed"] if row["distance"]]
+        limits = [*tables["facts"], *[("Distance to the limit", ", ".join(reached))] * bool(reached)]
+        yield "summary dag", "Limits", [pairs(limits)]
     if tables["advice"]:
         yield "summary", "What each change would gain", _advice(tables["advice"])
-    if tables["provenance"]:
-        yield "dag", "What fused calls stand for, the most expensive first", _provenance(report)
     profile = overhead(report)
     if report.overhead is not None and profile is not None:
         yield "overhead", "Framework overhead of the eager run", _overhead(report, profile)
         waits = host_syncs(report)
         yield "syncs", "Host synchronisations of the eager run", [_waits(waits) if waits else words("none")]
-    annotated = source(report) if report.sources else None
+    annotated, live = source(report), live_memory(report)
     if annotated and annotated["figures"]:
-        yield "source", "Hottest lines", _hottest(annotated)
+        yield "source", "Hottest lines", _hottest(annotated, most)
     if tables["preparation"]:
         title = f"Preparation ({tables['preparation_total']})"
         yield "summary", title, [pairs((row["name"], row["text"]) for row in tables["preparation"])]
     if tables["memory"]:
         yield "summary memory", "Memory" if tables["host"] else "Device memory", _memory(tables["memory"])
+    if live:
+        yield "memory", "Results that hold the peak", [*_live(live, most)]
     if tables["profiled"]:
         body = [bullet(f"{row['what']}: {row['why']}") for row in tables["profiled"]["absent"]]
         yield "summary", "Not in this report", [*body]
     yield "summary", "Environment", [pairs(tables["environment"])]
     if tables["warnings"]:
         yield "summary", "Warnings", [bullet(warning) for warning in tables["warnings"]]
-
-
-def _parts(title: str, rows: Sequence[dict[str, Any]], bold: str = "") -> Table:
-    """Draw what a time is made of, the part called ``bold`` in bold."""
-    cells = []
-    for row in rows:
-        style = "bold" if row["name"] == bold else ""
-        cells.append((*(words(row[key], style) for key in ("name", "text", "share")), note(row["meaning"])))
-    return make_table(((title, ""), ("time", "r"), ("share", "r"), ("what it is", "")), cells)
 
 
 def _speed(rows: Sequence[dict[str, Any]]) -> list[RenderableType]:
@@ -168,17 +157,15 @@ def _speed(rows: Sequence[dict[str, Any]]) -> list[RenderableType]:
 
 
 def _peers(rows: Sequence[dict[str, Any]]) -> list[RenderableType]:
-    body = figure_head(("peer", "median", "ours over it", "prepared in"), _PEER_COLUMNS)
+    cells = []
     for row in rows:
-        over = row["ratio"]
-        colour = "red" if row["wrong"] else ""
-        ratio = words(f"{over['text']} {over['interval']}", COLOURED.get(over["verdict"], "")) if over else ""
+        colour = "red" if row["wrong"] else COLOURED.get(row["ratio"]["verdict"], "") if row["ratio"] else ""
         outcome = f"{row['outcome']}; outputs {row['outputs']}" if row["median"] else row["outcome"]
         notes = [outcome, "" if row["stable"] else "unstable", row["note"] if row["note"] != row["outcome"] else ""]
-        body.append(figure_row((row["name"], row["median"], ratio, row["prepare"]), _PEER_COLUMNS, colour))
-        body.append(indented("; ".join(filter(None, notes))))
-    legend = f"ours over it: {INTERVAL}", "measured in turn with ours; prepared in: until the first finished result"
-    return [*body, *(note(one) for one in legend)]
+        cells.append((row["name"], row["median"], row["prepare"], words("; ".join(filter(None, notes)), colour)))
+    heads = (("peer", ""), ("median", "r"), ("prepared in", "r"), ("what was found", ""))
+    legend = "measured in turn with ours, in brackets the 99.5% interval; prepared in: until the first finished result"
+    return [make_table(heads, cells), note(legend)]
 
 
 def _phases(found: dict[str, Any]) -> list[RenderableType]:
@@ -193,28 +180,24 @@ def _phases(found: dict[str, Any]) -> list[RenderableType]:
     ]
     heads = (("", ""), *((row["phase"], "r") for row in rows))
     table = make_table(heads, [(name, *(cell or "-" for cell in cells)) for name, cells in lines if any(cells)])
-    notes = [f"{row['phase']}: {row['inside']}, fused with theirs" for row in rows if row["inside"]]
-    if found["runs"]:
-        notes.insert(0, "replays: while any call of the phase ran; phases may run side by side")
-    return [table, *(note(one) for one in notes)]
+    side = "replays: while any call of the phase ran; phases may run side by side"
+    return [table, *[note(side)] * bool(found["runs"])]
 
 
 def _candidates(tried: dict[str, Any]) -> list[RenderableType]:
-    """Draw two lines for each plan: figures in columns, then what does not fit beside a long name."""
-    body = figure_head(("plan", "median", "prepared", "break-even"), _PLAN_COLUMNS)
+    cells = []
     for row in tried["rows"]:
-        colour = "red" if row["wrong"] else ""
-        name = words(f"{row['label']} *", "green") if row["chosen"] else row["label"]
-        pays = row["pays"].removeprefix("after ")
-        body += [figure_row((name, row["median"], row["cost"], pays), _PLAN_COLUMNS, colour)]
-        body += [indented(_tried(row, tried["single"]))]
-    kernels = ", of eager's kernels" if tried["single"] == "one stream" and tried["fused"] else ""
+        size = f"{plural(row['streams'], 'stream')}, {plural(row['syncs'], 'sync')}" if row["streams"] else ""
+        name = words(f"{visible(row['label'])}{' *' * row['chosen']}\n{size}", "green" * row["chosen"], lines=True)
+        outcome = f"OUTPUTS DIFFER (error {row['error']})" if row["wrong"] else row["outcome"]
+        found = words(outcome if row["stable"] else f"{outcome}; unstable", "red" if row["wrong"] else "")
+        cells.append((name, row["median"], row["cost"], row["pays"].removeprefix("after "), found))
+    heads = (("plan", ""), ("median", "r"), ("prepared", "r"), ("break-even", "r"), ("outcome", ""))
     notes = [
-        "* chosen; medians and quartiles of replays timed in turn while preparing",
-        f"over {tried['single'] or 'one stream'}{kernels}: {INTERVAL}",
+        "* chosen; medians of replays timed in turn while preparing",
         "prepared: making the kernels and capturing; break-even: against eager, after so many calls",
     ]
-    return [*body, *(bullet(group["text"]) for group in tried["folded"]), *(note(one) for one in notes)]
+    return [make_table(heads, cells), *map(bullet, tried["folded"]), *map(note, notes)]
 
 
 def _ratio(cell: dict[str, Any] | None) -> Text:
@@ -228,7 +211,9 @@ def _advice(found: dict[str, Any]) -> list[RenderableType]:
         bullet(f"{change['what']}: {change['gain']}; {change['why']}") for change in found["changes"]
     ]
     if split := found["replay"]:
-        body += [_parts(split["run"], split["rows"]), note(split["note"])]
+        heads = ((split["run"], ""), ("time", "r"), ("share", "r"), ("what it is", ""))
+        rows = [(row["name"], row["text"], row["share"], note(row["meaning"])) for row in split["rows"]]
+        body += [make_table(heads, rows), note(split["note"])]
     return body
 
 
@@ -243,71 +228,32 @@ def _checks(rows: Sequence[dict[str, Any]]) -> list[RenderableType]:
     return [make_table(heads, cells), *references]
 
 
-def _tried(row: dict[str, Any], single: str) -> str:
-    size = f"{plural(row['streams'], 'stream')}, {plural(row['syncs'], 'sync')}" if row["streams"] else ""
-    error = f" (error {row['error']})" if row["error"] else ""
-    parts = [
-        "OUTPUTS DIFFER" + error if row["wrong"] else row["outcome"],
-        f"outputs {row['outputs']}{error}" if row["median"] and not row["wrong"] else "",
-        f"over {single}: {row['single']['text']} {row['single']['interval']}" if row["single"] else "",
-        size,
-        f"quartiles {row['quartiles']}" if row["quartiles"] else "",
-        "" if row["stable"] else "unstable",
-        f"simulated {row['simulated']}" if row["simulated"] else "",
-        row["memory"],
-        f"kernels made in {row['made']}" if row["made"] else "",
-        _pays_single(row["pays_single"]),
-    ]
-    return "; ".join(part for part in parts if part)
-
-
-def _pays_single(calls: str) -> str:
-    if calls in ("never", "undecided"):
-        return f"{calls} {'breaks even' if calls == 'never' else 'whether it breaks even'} against one stream"
-    return f"breaks even against one stream {calls}" if calls else ""
-
-
-def _plans(rows: Sequence[dict[str, Any]]) -> list[RenderableType]:
-    heads = (("plan", ""), ("streams", "r"), ("full", "r"), ("MEG", "r"), ("planned", "r"), ("emitted", "r"))
-    cells, notes = [], [note("waits between streams, counted on the full DAG, on its MEG, in the plan, in the graph")]
-    for row in rows:
-        counts = [row[key] for key in ("streams", "full", "meg", "planned", "emitted")]
-        cells.append((row["label"], *("-" if count is None else format_count(count) for count in counts)))
+def _plans(tables: dict[str, Any]) -> list[RenderableType]:
+    counts = ("streams", "full", "meg", "planned", "emitted")
+    flights = any(row["observed"] for row in tables["plans"])
+    heads = [("plan", ""), ("streams", "r"), ("full", "r"), ("MEG", "r"), ("planned", "r"), ("emitted", "r")]
+    cells: list[Sequence[str]] = []
+    notes: list[RenderableType] = []
+    for row in tables["plans"]:
+        seen = row["observed"]
+        found = f"{seen['most']}, mean {seen['mean']}{'' if seen['reliable'] else ' (unreliable)'}" if seen else "-"
+        numbers = ["-" if row[key] is None else format_count(row[key]) for key in counts]
+        cells.append((row["label"], *numbers, *[found] * flights))
         notes += _plan_notes(row)
-    return [make_table(heads, cells), *notes]
+    table = make_table([*heads, *[("in flight, at most", "r")] * flights], cells)
+    legend = "waits between streams, counted on the full DAG, on its MEG, in the plan, in the graph"
+    width = "of calls need not wait for each other: no schedule has more in flight"
+    return [table, note(legend), note(f"width of the DAG: {tables['width']}; so many {width}"), *notes]
 
 
 def _plan_notes(row: dict[str, Any]) -> Iterator[Text]:
     label, promise = row["label"], row["promise"]
     if promise and (row["streams"] > 1 or not promise["kept"]):
         yield words(f"{label}: {promise['text']}", "" if promise["kept"] else "bold red")
-    ends = _ends(row)
-    if ends:
-        yield note(f"{label}, counted apart: {ends}")
     if row["added_order"]:
         yield note(f"{label}: {format_count(row['added_order'])} pairs of calls got an added ordering")
-    if row["phases"]:
-        yield note(f"{label} waits: {', '.join(one['text'] for one in row['phases'])}")
     if row["promises"] != "none":
         yield note(f"{label} promises: {row['promises']}")
-
-
-def _ends(row: dict[str, Any]) -> str:
-    counts = [(name.lower(), row[key]) for key, name, _ in ENDS if row[key] is not None]
-    return ", ".join(f"{name} {format_count(count)}" for name, count in counts)
-
-
-def _concurrency(tables: dict[str, Any]) -> list[RenderableType]:
-    """Say the width, and what ran side by side."""
-    what = "calls" if tables["host"] else "kernels"
-    rows = [("Width of the DAG", tables["width"])]
-    for row in tables["plans"]:
-        seen = row["observed"]
-        found = f", {what} in flight: {seen['most']} at most, {seen['mean']} on average" if seen else ""
-        doubt = "" if seen is None or seen["reliable"] else " (unreliable)"
-        rows.append((row["label"], f"{plural(row['streams'], 'stream')} planned{found}{doubt}"))
-    width = note("width: the most calls of which none must wait for another; no schedule has more calls in flight")
-    return [pairs(rows), width]
 
 
 def _timelines(lines: Sequence[dict[str, Any]], chosen: dict[str, Any], axis: str) -> list[RenderableType]:
@@ -348,40 +294,15 @@ def _memory(held: dict[str, Any]) -> list[RenderableType]:
     return body
 
 
-def _limits(report: ReportData, tables: dict[str, Any]) -> list[RenderableType]:
-    body: list[RenderableType] = [pairs(tables["facts"])]
-    reached = [f"{row['label']} {row['distance']}" for row in tables["speed"] if row["distance"]]
-    if reached:
-        body.append(pairs([("Distance to the limit", ", ".join(reached))]))
-    path = report.critical_path
-    if path:
-        body.append(note("along the critical path, by isolated times:"))
-        for call in path[:_PATH_ENDS]:
-            body.append(bullet(_step(report, call)))
-        if len(path) > 2 * _PATH_ENDS:
-            body.append(bullet(f"… {format_count(len(path) - 2 * _PATH_ENDS)} more"))
-        for call in path[max(_PATH_ENDS, len(path) - _PATH_ENDS) :]:
-            body.append(bullet(_step(report, call)))
-    return body
-
-
-def _step(report: ReportData, index: int) -> str:
-    call = report.program.calls[index]
-    module = module_of(call)
-    where = f" in {module}" if module else ""
-    cost = "" if report.costs.source == "uniform" else f", {format_ns(report.costs.ns[index])}"
-    return f"{label_call(call)}{where}{cost}"
-
-
-def _provenance(report: ReportData) -> list[RenderableType]:
-    body: list[RenderableType] = []
-    for row in fused_calls(report, _TOP):
-        cost = f", {row['cost']}" if row["cost"] else ""
-        where = f" in {row['module']}" if row["module"] else ""
-        body.append(bullet(f"{row['label']}{where}{cost}"))
-        details = [row["eager"], row["source"], row["kernel"] if row["kernel"] != row["label"] else ""]
-        body.append(indented("; ".join(part for part in details if part)))
-    return body
+def _live(found: dict[str, Any], most: int) -> Iterator[RenderableType]:
+    """Say of each run what it holds at most and which results hold it; two with the same curve are one."""
+    for run in found["runs"][: 1 if found["alike"] else 2]:
+        yield words(f"{run['label']}: {format_bytes(run['peak'])} live at most, at {run['where']}", "bold")
+        yield pairs([*((name, format_bytes(nbytes)) for name, nbytes in run["marks"]), *run["facts"]])
+        rows = [(row["size"], row["share"], row["text"]) for row in run["holders"][:most]]
+        yield make_table((("size", "r"), ("share", "r"), ("result", "")), rows)
+    yield pairs(found["fixed"])
+    yield note(found["note"])
 
 
 def _computing(found: dict[str, Any]) -> list[RenderableType]:
@@ -398,26 +319,21 @@ def _computing(found: dict[str, Any]) -> list[RenderableType]:
 
 def _overhead(report: ReportData, profile: dict[str, Any]) -> list[RenderableType]:
     body: list[RenderableType] = [pairs(profile["facts"])]
-    operators = grouped(report, "operator")
-    if not operators:
+    rows = grouped(report, "operator")
+    if not rows:
         return body
-    body += [words(""), _groups("operator", operators)]
-    modules = grouped(report, "module")
-    if len(modules) > 1:
-        body += [words(""), _groups("module", modules)]
     legend = words("parts: ")
     for fill, colour, part in zip(FILLS, COLOURS, PARTS, strict=True):
         share = profile["totals"][part] / (sum(profile["totals"][one] for one in PARTS) or 1)
         legend.append(f"{fill} {part} {format_percent(share)}  ", colour)
-    for name, groups in (("operator", operators), ("module", modules)):
-        rest = sum(row["overhead"] for row in groups[_TOP:])
-        if len(groups) > _TOP and len(modules) > (name == "module"):
-            legend.append(f"\nand {plural(len(groups) - _TOP, name)} more, {format_ns(rest)} together", "dim")
-    return [*body, legend]
+    if len(rows) > _TOP:
+        rest = sum(row["overhead"] for row in rows[_TOP:])
+        legend.append(f"\nand {plural(len(rows) - _TOP, 'operator')} more, {format_ns(rest)} together", "dim")
+    return [*body, words(""), _operators(rows), legend]
 
 
-def _groups(by: str, rows: Sequence[dict[str, Any]]) -> Table:
-    heads = ((by, ""), ("calls", "r"), ("overhead", "r"), ("per call", "r"), ("exposed", "r"), ("parts", ""))
+def _operators(rows: Sequence[dict[str, Any]]) -> Table:
+    heads = (("operator", ""), ("calls", "r"), ("overhead", "r"), ("per call", "r"), ("exposed", "r"), ("parts", ""))
     cells = [
         (
             row["name"],
@@ -441,11 +357,11 @@ def _waits(rows: Sequence[dict[str, Any]]) -> Table:
     return make_table((("kind", ""), ("count", "r"), ("total", "r"), ("where, and what to do", "")), cells)
 
 
-def _hottest(code: dict[str, Any]) -> list[RenderableType]:
+def _hottest(code: dict[str, Any], most: int) -> list[RenderableType]:
     """Draw the lines of code that take most of what is known: eager host time, else time in the replay."""
     key, name, meaning = code["figures"][0]
     cells = []
-    for row in hottest(code, key, _LINES):
+    for row in hottest(code, key, most):
         if not row["value"]:
             break
         where = words(f"{row['file']}:{row['line']}")

@@ -62,8 +62,10 @@ class TilesText:
         )
         bound = f"{now['bound']}: {spent}" if now["bound"] else ""
         said = words("; ".join(filter(None, (bound, *now["lines"]))))
+        parts = [one["ns"] for one in now["rows"]] or [now["ns"]]
+        shares = [*parts, *[0.0] * (5 - len(parts))]
         head = words(now["figure"], "bold").append(f"  {now['of']}", "not bold")
-        yield from row("now", [*cut(head, 1, beside), *(cut(said, 1) if said else [])], _shares(now))
+        yield from row("now", [*cut(head, 1, beside), *(cut(said, 1) if said else [])], shares)
         code = [words(line, "cyan") for line in following["code"].splitlines() if line]
         pasted = [line for one in code for line in one.wrap(console, room, overflow="fold")]
         step = cut(words(following["figure"]), 2)
@@ -88,11 +90,6 @@ def _figure(tile: dict[str, Any]) -> Text:
     beside = {"": "", "no difference": " from eager", "undecided": " against eager"}.get(tile["verdict"], " than eager")
     text = words(tile["figure"], style).append(beside, "")
     return text.append(f" ({tile['interval']})" if tile["interval"] else "", "not bold")
-
-
-def _shares(tile: dict[str, Any]) -> list[float]:
-    parts = [one["ns"] for one in tile["rows"]] or [tile["ns"]]
-    return [*parts, *[0.0] * (5 - len(parts))]
 
 
 def _row(name: str, content: list[Text], bar: Bar | None = None) -> RenderableType:

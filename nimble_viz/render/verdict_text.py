@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from nimble_core.ir.measurement import Ratio
 from nimble_core.ir.program import Call
 from nimble_core.utils.units import format_bytes, format_count, format_ns
 from nimble_viz.analysis.diff import Change, DifferenceData, SpeedChange
@@ -31,7 +29,6 @@ __all__ = ["difference_text", "gate_text", "headline"]
 _TOP = 10
 _COLOURS: dict[str, str] = {"faster": "green", "slower": "red", "pass": "green", "fail": "bold red"}
 _UNDECIDED = "dim"
-_PLANNED = (": arena", ": workspaces")
 _SECTIONS = {
     "facts": "What was measured",
     "plans": "Streams and synchronisations",
@@ -114,8 +111,8 @@ def _sections(found: DifferenceData) -> Iterator[tuple[str, list[RenderableType]
         yield f"Calls of another cost ({format_count(len(found.recosted))})", _costs(found)
     for key, changes in found.changes.items():
         if changes:
-            words = partial(_bytes_changed, found) if key == "memory" else _change
-            yield _SECTIONS[key], [pairs((one.name, words(one)) for one in changes)]
+            shown = (format_bytes, "unknown") if key == "memory" else (format_count, "none")
+            yield _SECTIONS[key], [pairs((one.name, _change(one, *shown)) for one in changes)]
     notes = [one for one in found.notes if one != found.subjects]
     if notes:
         yield "Not compared", [bullet(one) for one in notes]
@@ -127,7 +124,8 @@ def _speeds(found: DifferenceData) -> list[RenderableType]:
         colour = _UNDECIDED if one.verdict == "undecided" else _COLOURS.get(one.verdict, "")
         times = ["-" if ns is None else format_ns(ns) for ns in (one.old_ns, one.new_ns)]
         label = words(f"{label_plan(one.name)}\n{one.verdict}", colour, lines=True)
-        rows.append([label, *times, _cell(one.ratio, colour), _over_eager(one)])
+        ratio = words("\n".join(ratio_figures(one.ratio)) if one.ratio else "", colour, lines=True)
+        rows.append([label, *times, ratio, _over_eager(one)])
     heads = (("run", ""), ("old", "r"), ("new", "r"), ("new over old", "r"), ("over eager", "r"))
     same = next((one.ratio.same for one in found.speeds if one.ratio), 1.0)
     notes = (
@@ -135,10 +133,6 @@ def _speeds(found: DifferenceData) -> list[RenderableType]:
         "over eager: old, then new, each measured in turn with its own eager run",
     )
     return [make_table(heads, rows), *map(note, notes)]
-
-
-def _cell(found: Ratio | None, colour: str) -> Text:
-    return words("\n".join(ratio_figures(found)) if found else "", colour, lines=True)
 
 
 def _over_eager(one: SpeedChange) -> Text:
@@ -187,17 +181,6 @@ def _stream(stream: int | None) -> str:
     return "a new one" if stream is None else str(stream)
 
 
-def _change(one: Change) -> str:
-    values = (format_count(value) if isinstance(value, int) else value or "none" for value in (one.old, one.new))
+def _change(one: Change, shown: Callable[[int], str], missing: str) -> str:
+    values = (shown(value) if isinstance(value, int) else value or missing for value in (one.old, one.new))
     return " -> ".join(values)
-
-
-def _bytes_changed(found: DifferenceData, one: Change) -> str:
-    """Say the bytes, or why there are none: the run was not there, or not measured."""
-    run = "eager" if one.name == "eager's peak" else one.name.rpartition(": ")[0]
-    ran = next(((speed.old_ns, speed.new_ns) for speed in found.speeds if speed.name == run), (None, None))
-    planned = one.name.endswith(_PLANNED)
-    return " -> ".join(
-        format_bytes(value) if isinstance(value, int) else "none" if planned or took is None else "not measured"
-        for value, took in zip((one.old, one.new), ran, strict=True)
-    )

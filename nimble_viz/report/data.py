@@ -83,11 +83,6 @@ class CallOverhead:
         """All host time that is not work."""
         return self.python_ns + self.dispatch_ns + self.allocation_ns + self.launch_ns + self.tail_ns
 
-    @property
-    def hidden_ns(self) -> float:
-        """Overhead during which the device was busy: it costs nothing while it stays so."""
-        return self.overhead_ns - self.exposed_ns
-
 
 @dataclass(frozen=True, slots=True)
 class HostSync:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from gzip import BadGzipFile, GzipFile, compress
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import TypeVar
 
 import msgspec
 
@@ -18,7 +16,7 @@ from nimble_core.utils.errors import ReportFileError
 from nimble_core.utils.files import write_file
 from nimble_core.utils.gc_pause import collector_paused
 from nimble_viz.report.consistency import check_report
-from nimble_viz.report.data import SCHEMA_VERSION, EqualityCheck, ReportData
+from nimble_viz.report.data import SCHEMA_VERSION, ReportData
 
 __all__ = ["MAX_BYTES", "MAX_RATIO", "SMALL", "Wire", "decode", "in_file", "read", "save", "unpacked"]
 
@@ -38,26 +36,16 @@ _GZIP = b"\x1f\x8b"
 _TAKE_AGAIN = "take the report again, or ask for an undamaged copy"
 _A_TRACE = "if torch.profiler wrote it: nimble_viz.from_trace(path), or python -m nimble_viz profile FILE"
 
-_CheckNumber = Literal["relative_error", "tolerance", "input_effect", "eager_error", "reference_error"]
-_NotFinite = tuple[int, _CheckNumber, Literal["nan", "inf", "-inf"]]
-
 
 class _Head(msgspec.Struct):
     nimble_report: int
 
 
 class Wire(msgspec.Struct):
-    """What a file holds.
-
-    Args:
-        nimble_report: the version of the format.
-        report: all of it.
-        not_finite: check, field and value of the numbers of equality checks that JSON cannot write (0 there).
-    """
+    """What a file holds: the version of the format, and the report."""
 
     nimble_report: int
     report: ReportData
-    not_finite: tuple[_NotFinite, ...] = ()
 
 
 Value = TypeVar("Value")
@@ -151,17 +139,8 @@ def decode(decoder: msgspec.json.Decoder[Value], data: bytes, kind: str) -> Valu
 
 
 def _encode(report: ReportData) -> bytes:
-    found: list[_NotFinite] = []
-    checks = _checks(report)
-    for index, check in enumerate(checks):
-        for name in get_args(_CheckNumber):
-            value = getattr(check, name)
-            if not math.isfinite(value):
-                found.append((index, name, "nan" if value != value else "inf" if value > 0 else "-inf"))
-                checks[index] = _with(checks[index], name, 0.0)
-    wire = Wire(SCHEMA_VERSION, _with_checks(report, checks), tuple(found))
     try:
-        return msgspec.json.encode(wire)
+        return msgspec.json.encode(Wire(SCHEMA_VERSION, report))
     except (TypeError, ValueError, OverflowError) as error:
         raise ReportFileError(f"it holds a value that JSON cannot ({error})") from error
 
@@ -174,35 +153,7 @@ def _decode(data: bytes) -> ReportData:
             f"the report has format {version}, this nimble_viz reads up to {SCHEMA_VERSION}",
             fix="upgrade nimble_viz, or save the report again with this version",
         )
-    wire = decode(_wire, data, _KIND)
-    report = wire.report
+    report = decode(_wire, data, _KIND).report
     if version < 1 or report.schema_version != version:
         raise ReportFileError(f"the format is given as {version} and as {report.schema_version}")
-    checks = _checks(report)
-    for index, name, value in wire.not_finite:
-        if not 0 <= index < len(checks):
-            raise ReportFileError(f"there is no check {index}", where="not_finite")
-        checks[index] = _with(checks[index], name, float(value))
-    return _with_checks(report, checks)
-
-
-def _checks(report: ReportData) -> list[EqualityCheck]:
-    """List all equality checks as ``not_finite`` numbers them: report's, candidates', peers'."""
-    of_candidates = [one.check for one in report.candidates if one.check is not None]
-    return [*report.checks, *of_candidates, *(one.check for one in report.peers if one.check is not None)]
-
-
-def _with_checks(report: ReportData, checks: Sequence[EqualityCheck]) -> ReportData:
-    """Put back the checks that ``_checks`` listed."""
-    rest = iter(checks)
-    return replace(
-        report,
-        checks=tuple(next(rest) for _ in report.checks),
-        candidates=tuple(replace(one, check=one.check and next(rest)) for one in report.candidates),
-        peers=tuple(replace(one, check=one.check and next(rest)) for one in report.peers),
-    )
-
-
-def _with(check: EqualityCheck, name: str, value: float) -> EqualityCheck:
-    changes: dict[str, Any] = {name: value}
-    return replace(check, **changes)
+    return report

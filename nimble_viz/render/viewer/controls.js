@@ -1,5 +1,5 @@
 /* What several views use: tooltip, canvas, pointer, search, links. */
-import { clamp, count, el, table, time } from "./tools.js";
+import { clamp, count, el, time } from "./tools.js";
 
 export function createControls(app) {
   const { calls, fused, plans, facts, phased, critical, timed, origin, planLabel, matches, state, select,
@@ -87,8 +87,6 @@ export function createControls(app) {
   };
   const kept = (entry) => entry.promise && (entry.streams > 1 || !entry.promise.kept) && el("span", { class: entry.promise.kept ? "nv-small nv-kept" : "nv-cross", style: "white-space:normal;display:block" }, `${entry.promise.kept ? "✓" : "✗"} ${entry.promise.text}`);
 
-  const engineTable = (rows) => [table([["Engine"], ["Arena", 1], ["Without reuse", 1], ["Saved by reuse", 1], ["Workspaces", 1], ["Held", 1], ...(rows.some((row) => row.against) ? [["Of eager's peak", 1]] : [])], rows.map((row) => el("tr", null, el("td", { class: "nv-run" }, row.label, row.chosen && el("span", { class: "nv-tag nv-yes" }, "chosen")), ...["arena", "unshared", "saved", "workspaces", "held", ...(rows.some((one) => one.against) ? ["against"] : [])].map((key) => el("td", { class: "nv-num" }, row[key] || "–"))))),
-    el("p", { class: "nv-under" }, "Arena: results of all calls and large workspaces of libraries, on all streams. Held: arena, input buffers, and what was not planned.")];
   const callLink = (call, text) => el("button", { class: "nv-link", type: "button", "data-call": call, onclick: () => select(call, "link") }, text ?? `${call} ${calls.label[call]}`);
-  return { phaseChip, phaseLegend, tip, showTip, describe, surface, pointer, search, planPicker, kept, engineTable, callLink };
+  return { phaseChip, phaseLegend, tip, showTip, describe, surface, pointer, search, planPicker, kept, callLink };
 }

@@ -295,7 +295,7 @@ export function buildDag(node, app) {
       }
       if (s > 0.28) {
         paint.textBaseline = "middle"; paint.textAlign = "left"; paint.fillStyle = told || text; paint.font = `550 12px ${sans}`; paint.fillText(cut(paint, `+ ${graph.name[at]}${partOf(at)}`, room), x[box] + 9, y[box] + 13);
-        const alike = graph.alike[at] > 1 ? `, no. ${count(graph.like[at])} of ${count(graph.alike[at])} alike` : "", own = `${count(n)} calls${alike}`;
+        const own = `${count(n)} calls`;
         paint.fillStyle = told || soft; paint.font = `10.5px ${sans}`;
         paint.fillText(cut(paint, heat ? `${words} · ${own}` : `${own} · ${mixed(mixture(paint, box))}`, room), x[box] + 9, y[box] + 29);
       }
@@ -332,7 +332,7 @@ export function buildDag(node, app) {
       if (edge !== view.edge) { view.edge = edge; board.request(); }
       if (edge) showTip(event, [["implied by other edges", "must wait", "synchronisation across streams"][edge.kind], `from ${edge.u} ${nameOf(edge.u)}, stream ${streamOf(edge.u)}`, `to ${edge.v} ${nameOf(edge.v)}, stream ${streamOf(edge.v)}`, edge.n > 1 && `${count(edge.n)} edges between these boxes`]);
       else if (box < 0) showTip(); else if (!isGroup(box)) showTip(event, [...describe(box), state.colour === "exposed" && coloured(box)]);
-      else { const at = box - size; showTip(event, [`${pathOf(box)}${partOf(at)}`, graph.parts[at] > 1 && "calls of other modules come between its parts", `calls ${graph.first[at]} to ${graph.last[at]}`, graph.alike[at] > 1 && `number ${graph.like[at]} of ${graph.alike[at]} groups that make these very calls`, coloured(box), open.has(box) ? "click to fold" : "click to open"]); }
+      else { const at = box - size; showTip(event, [`${pathOf(box)}${partOf(at)}`, graph.parts[at] > 1 && "calls of other modules come between its parts", `calls ${graph.first[at]} to ${graph.last[at]}`, coloured(box), open.has(box) ? "click to fold" : "click to open"]); }
     },
   });
   board.canvas.addEventListener("wheel", (event) => {

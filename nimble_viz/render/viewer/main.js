@@ -84,7 +84,7 @@ export function mount(root, data, { themed = document.documentElement, pane = ""
   if (!guided) wish.addEventListener("change", applyTheme);
   const help = el("button", { class: "nv-plain nv-keys", type: "button", "aria-label": "Keys", title: "Keys (?)", onclick: () => { keys.help.hidden = !keys.help.hidden; } }, "?");
   root.replaceChildren(el("div", { class: "nv-box" }, el("div", { class: "nv", onkeydown: keys.press },
-    el("header", { class: "nv-head" }, el("h1", { class: "nv-title" }, el("b", null, facts.model), ` · ${fused ? `${facts.provenance.facts[0][1]}` : `${count(size)} calls`} · ${facts.context}`), el("span", { class: "nv-buttons" }, help, themeButton)),
+    el("header", { class: "nv-head" }, el("h1", { class: "nv-title" }, el("b", null, facts.model), ` · ${fused ? `${facts.provenance[0][1]}` : `${count(size)} calls`} · ${facts.context}`), el("span", { class: "nv-buttons" }, help, themeButton)),
     !facts.complete && el("div", { class: "nv-note", role: "status" }, "Interrupted: this report holds what was measured until then. What is missing is said where it would stand."),
     tabs, el("div", { class: "nv-main" }, holder, app.detail), app.live, keys.help)), app.tip);
   if (!guided) document.addEventListener("keydown", (event) => { if (event.target === document.body) keys.press(event); });

@@ -4,7 +4,7 @@ import { buildTiles } from "./tiles.js";
 import { card, count, definitions, el, table } from "./tools.js";
 
 export function buildSummary(node, app) {
-  const { data, facts, phased, phaseChip, kept, engineTable } = app;
+  const { data, facts, phased, phaseChip, kept } = app;
   const slowest = Math.max(...facts.speed.map((row) => row.median_ns), 1);
   const mark = (value) => (value && { faster: "nv-tick", slower: "nv-cross", undecided: "nv-open" }[value.verdict]) || null;
   const ratio = (value) => (value ? [el("span", { class: mark(value), title: value.full }, value.text), el("span", { class: "nv-small" }, value.interval)] : "–");
@@ -24,20 +24,20 @@ export function buildSummary(node, app) {
     const line = (row) => el("tr", { class: row.wrong ? "nv-wrong" : null },
       el("td", null, named(row), row.wrong && el("span", { class: "nv-tag nv-warn" }, "outputs differ"), !row.stable && el("span", { class: "nv-tag nv-warn" }, "unstable")),
       number(row.streams ? count(row.streams) : ""), number(row.streams ? count(row.syncs) : ""), number(row.median, row.quartiles && el("span", { class: "nv-small" }, row.quartiles)), el("td", { class: "nv-num" }, ratio(row.single)),
-      number(row.cost, row.made && el("span", { class: "nv-small" }, `kernels ${row.made}`)), number(row.pays, row.pays_single && el("span", { class: "nv-small" }, `${row.pays_single} vs one stream`)), number(row.simulated), number(row.memory),
+      number(row.cost), number(row.pays), number(row.simulated), number(row.memory),
       el("td", null, el("span", { class: row.wrong ? "nv-cross" : row.equal ? "nv-tick" : "" }, row.wrong ? "✗ differ" : row.equal ? "✓ equal" : row.outputs), row.error && el("span", { class: "nv-small" }, `error ${row.error}`)),
       el("td", { class: row.wrong ? "nv-cross" : null }, row.outcome));
     return [el("p", null, `Captured while preparing, compared with eager, and timed in turn; quartiles below each median, 99.5% intervals below each ratio. Over one stream${facts.candidates.fused && facts.candidates.single === "one stream" ? ": of eager's own kernels" : ""}. Prepared in: making the kernels and capturing; break-even: after so many calls, against eager. A plan whose outputs differ cannot be chosen.`),
       el("div", { class: "nv-tried" }, table(heads, rows.map(line))),
-      folded.map((group) => el("details", { class: "nv-folded" }, el("summary", null, group.text), table([["Plan"], ["Streams", 1], ["Syncs", 1], ["Simulated", 1]], group.rows.map((row) => el("tr", null, el("td", null, row.label), number(count(row.streams)), number(count(row.syncs)), number(row.simulated))))))];
+      folded.map((text) => el("p", { class: "nv-under" }, `${text}.`))];
   };
   const plansTable = () => {
-    const what = facts.host ? "Calls" : "Kernels", read = facts.plans.some((entry) => entry.forks !== null), seen = facts.plans.some((entry) => entry.observed);
+    const what = facts.host ? "Calls" : "Kernels", seen = facts.plans.some((entry) => entry.observed);
     return [el("p", null, `Width of the DAG: ${facts.width}. So many calls at most need not wait for each other; no schedule has more calls in flight.`),
-      table([["Plan"], ["Streams", 1], ...(seen ? [[`${what} in flight`, 1]] : []), ...data.sync_counts.map(([, name]) => [name, 1]), ...(read ? data.sync_ends.map(([, name]) => [name, 1]) : [])], facts.plans.map((entry) => el("tr", null,
+      table([["Plan"], ["Streams", 1], ...(seen ? [[`${what} in flight`, 1]] : []), ...data.sync_counts.map(([, name]) => [name, 1])], facts.plans.map((entry) => el("tr", null,
         el("td", { class: "nv-plan" }, named(entry), kept(entry), el("span", { class: "nv-small", style: "white-space:normal" }, `promises: ${entry.promises}${entry.added_order ? `; adds ${count(entry.added_order)} orders` : ""}`)),
         number(count(entry.streams)), seen && (entry.observed ? number(`${count(entry.observed.most)} at most`, el("span", { class: "nv-small" }, `${entry.observed.mean} on average`), !entry.observed.reliable && el("span", { class: "nv-tag nv-warn" }, "unreliable")) : number(null)),
-        ...data.sync_counts.map(([key]) => (entry[key] === null ? number(facts.planned ? null : "not read") : optional(entry[key]))), ...(read ? data.sync_ends.map(([key]) => optional(entry[key])) : []))))];
+        ...data.sync_counts.map(([key]) => (entry[key] === null ? number(facts.planned ? null : "not read") : optional(entry[key]))))))];
   };
   const rivals = (rows) => [el("p", null, `Other ways to run the model, timed in turn with ours: ${facts.best || "none"}. Above 1x ours is faster; the 99.5% interval below a ratio alone decides. Prepared in: from the model to its first finished result.`),
     el("div", { class: "nv-tried" }, table([["Peer"], ["Median", 1], ["Ours over it", 1], ["Prepared in", 1], ["Outputs"], ["Outcome"]], rows.map((row) => el("tr", { class: row.wrong ? "nv-wrong" : null },
@@ -49,15 +49,13 @@ export function buildSummary(node, app) {
     return [changes.length > 0 && el("ul", { class: "nv-list" }, changes.map((row) => el("li", null, `${row.what}: ${row.gain}`, el("span", { class: "nv-small" }, row.why)))),
       replay && [parts(replay), el("p", { class: "nv-under" }, replay.note)]];
   };
+  /** Of a profile of unmodified code the host's time alone is known. */
   const byPhase = ({ rows, runs: names }) => {
-    const most = rows.reduce((all, row) => Math.max(all, row.cost_ns), 1), profiled = rows.some((row) => row.eager);
-    return [el("p", null, `Isolated: all calls of the phase, one by one; on the path: those on the critical path.${profiled ? " Eager: profiled, on the host, with the share that is overhead." : ""}${names.length ? " Replays: while any call of the phase ran; phases may run side by side." : ""}`),
-      table([["Phase"], ["Calls", 1], ["Isolated", 1], [""], ["On the path", 1], ...(profiled ? [["Eager", 1]] : []), ...names.map((name) => [name, 1])], rows.map((row) => el("tr", null, el("td", null, phaseChip(row.phase)), number(count(row.calls), row.inside && el("span", { class: "nv-small" }, `${row.inside}, fused with theirs`)), number(row.cost, row.share && el("span", { class: "nv-small" }, row.share)),
-        el("td", { style: "min-width:60px;width:18%" }, el("div", { class: "nv-bar", style: `width:${(100 * row.cost_ns) / most}%;margin-top:7px;background:var(--${row.phase})` })), number(row.path), profiled && number(row.eager, row.overhead && el("span", { class: "nv-small" }, `${row.overhead} overhead`)), row.replays.map((time) => number(time)))))];
-  };
-  const hostPhases = ({ rows }) => {
-    const most = Math.max(...rows.map((row) => row.eager_ns), 1);
-    return [el("p", null, "Host time under the profiler, with the share that is the framework's overhead. Forward is what is none of the others."), table([["Phase"], ["Calls", 1], [""], ["Host time", 1], ["Overhead", 1]], rows.map((row) => el("tr", null, el("td", null, phaseChip(row.phase)), number(count(row.calls)), el("td", { style: "width:34%" }, el("div", { class: "nv-bar", style: `width:${(100 * row.eager_ns) / most}%;margin-top:7px;background:var(--${row.phase})` })), number(row.eager), number(row.overhead))))];
+    const isolated = !facts.profiled, profiled = rows.some((row) => row.eager), drawn = isolated ? "cost_ns" : "eager_ns", most = rows.reduce((all, row) => Math.max(all, row[drawn]), 1);
+    const said = [isolated && "Isolated: all calls of the phase, one by one; on the path: those on the critical path.", profiled && "Eager: host time under the profiler, with the share that is the framework's overhead.", names.length && "Replays: while any call of the phase ran; phases may run side by side."];
+    return [el("p", null, said.filter(Boolean).join(" ")),
+      table([["Phase"], ["Calls", 1], ...(isolated ? [["Isolated", 1]] : []), [""], ...(isolated ? [["On the path", 1]] : []), ...(profiled ? [["Eager", 1]] : []), ...names.map((name) => [name, 1])], rows.map((row) => el("tr", null, el("td", null, phaseChip(row.phase)), number(count(row.calls)), isolated && number(row.cost, row.share && el("span", { class: "nv-small" }, row.share)),
+        el("td", { style: "min-width:60px;width:18%" }, el("div", { class: "nv-bar", style: `width:${(100 * row[drawn]) / most}%;margin-top:7px;background:var(--${row.phase})` })), isolated && number(row.path), profiled && number(row.eager, row.overhead && el("span", { class: "nv-small" }, `${row.overhead} overhead`)), row.replays.map((time) => number(time)))))];
   };
   const computes = ({ time, tables }) => tables.map(({ by, rows, rest }) => {
     const most = Math.max(...rows.map((row) => row.ns), 1), sized = rows.some((row) => row.sizes), head = (word) => word[0].toUpperCase() + word.slice(1);
@@ -74,7 +72,7 @@ export function buildSummary(node, app) {
       facts.speed.length ? el("div", { class: "nv-speed" }, table([["Run"], [""], ["Median", 1], ["Spread", 1], ["Over eager", 1], ["Over one-stream", 1], ["Distance to the limit", 1], ["Samples", 1]], speed)) : el("p", null, facts.planned ? "This is a plan: nothing was run, so nothing was measured." : "Nothing was measured.")),
     facts.computing && card("What computes", true, app.cost?.call.length > 0 && buildIcicle(app), ...computes(facts.computing)),
     facts.warnings.length > 0 && card(`Before you believe a figure (${facts.warnings.length})`, true, el("ul", { class: "nv-list" }, facts.warnings.map((text) => el("li", null, text)))),
-    phased && card(facts.profiled ? "One iteration by phase" : "The training step by phase", true, ...(facts.profiled ? hostPhases(facts.phases) : byPhase(facts.phases))),
+    phased && card(facts.profiled ? "One iteration by phase" : "The training step by phase", true, ...byPhase(facts.phases)),
     facts.peers.length > 0 && card("Against peers", true, ...rivals(facts.peers)),
     facts.candidates && card("Plans that were tried", true, ...tried(facts.candidates)),
     !facts.profiled && card("Plans and synchronisations", true, facts.plans.length
@@ -88,6 +86,5 @@ export function buildSummary(node, app) {
     !facts.profiled && card("Preparation", false, steps.length ? table([["Step"], [""], ["Time", 1]], [...steps.map((step) => el("tr", null, el("td", null, step.name), el("td", { style: "width:40%" }, el("div", { class: "nv-bar", style: `width:${(100 * step.ns) / most}%;margin-top:7px` })), el("td", { class: "nv-num" }, step.text))), el("tr", null, el("td", null, el("b", null, "Total")), el("td"), el("td", { class: "nv-num" }, el("b", null, facts.preparation_total)))]) : el("p", null, "Preparation was not timed.")),
     facts.profiled && card("What was profiled", false, definitions(facts.profiled.facts)),
     facts.profiled && card("Not in this report", false, el("ul", { class: "nv-list" }, facts.profiled.absent.map((row) => el("li", null, `${row.what}: ${row.why}`)))),
-    !facts.planned && !facts.profiled && card("Memory", facts.memory && facts.memory.engines.length > 0, facts.memory ? [facts.memory.facts.length > 0 && definitions(facts.memory.facts), facts.memory.engines.length > 0 && engineTable(facts.memory.engines)] : el("p", null, facts.host ? "Not tracked on the host device." : "Memory is unknown.")),
     card("Environment", false, definitions(facts.environment))));
 }

@@ -13,7 +13,7 @@ export function buildSyncs(node, app) {
   function fill() {
     const entry = facts.plans[state.plan], now = plan();
     if (!now) { counts.replaceChildren(el("div", { class: "nv-empty" }, facts.profiled ? `No plan here: ${facts.profiled.absent[0].why}.` : "No plan was made, so nothing has to wait.")); return; }
-    counts.replaceChildren(el("div", { class: "nv-counts" }, data.sync_counts.map(([key, name, meaning]) => el("div", null, el("strong", null, entry[key] === null ? "not read" : count(entry[key])), el("em", null, name), el("small", null, meaning)))), kept(entry) || "", ends(entry) || "", entry.phases.length ? el("p", { class: "nv-sub" }, `Planned waits by phase: ${entry.phases.map((one) => one.text).join(", ")}.`) : "");
+    counts.replaceChildren(el("div", { class: "nv-counts" }, data.sync_counts.map(([key, name, meaning]) => el("div", null, el("strong", null, entry[key] === null ? "not read" : count(entry[key])), el("em", null, name), el("small", null, meaning)))), kept(entry) || "", ends(entry) || "");
     const keep = view.text ? new Set(matches(view.text)) : null, rows = [];
     now.producer.forEach((u, at) => { const v = now.consumer[at]; if (!keep || keep.has(u) || keep.has(v)) rows.push([at, u, v]); });
     if (!now.producer.length) { list.replaceChildren(el("p", { class: "nv-sub" }, `${planLabel(now)} needs no synchronisation: ${now.streams > 1 ? "its streams never meet" : "all calls are on one stream"}.`)); return; }

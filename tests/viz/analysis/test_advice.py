@@ -22,7 +22,7 @@ def test_parts_add_up_and_gains_are_possible(case: str) -> None:
     report = RENDERED[case]()
     found = advice(report)
     if found.replay is not None:
-        shares = [row[3] for row in make_table(report, "split").rows]
+        shares = make_table(report, "split")["share"]
         assert fsum(shares) == pytest.approx(1.0 if found.replay.rows else 0.0)
     for change in found.changes:
         assert 0 < change.gain_ns <= change.of_ns

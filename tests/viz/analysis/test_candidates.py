@@ -13,9 +13,8 @@ from tests.support.sample_reports import CASES, choice, fused_report, sample_rep
 def test_the_chosen_candidate_comes_first_then_by_median_then_what_was_not_captured():
     report = sample_report(60)
     shown = candidates(report)
-    assert [row["name"] for row in shown["rows"]] == ["nimble", "opara", "single", "critical_path", "torchsched"]
-    assert shown["folded"] == []
-    best, wrong, single, slower, spent = shown["rows"]
+    assert [row["name"] for row in shown["rows"]] == ["nimble", "opara", "single"]
+    best, wrong, single = shown["rows"]
     assert best["outcome"] == "chosen"
     assert best["single"]["text"] == f"{report.ratio('nimble', 'single').value:.2f}x"
     assert wrong["wrong"]
@@ -23,15 +22,17 @@ def test_the_chosen_candidate_comes_first_then_by_median_then_what_was_not_captu
     assert re.fullmatch(
         r"2\.\d\dx slower than the chosen plan \(2\.\d\dx to 2\.\d\dx\) when measured again", single["outcome"]
     )
-    assert (slower["median"], slower["outcome"]) == ("", "not captured: simulated slower")
-    assert spent["outcome"] == "not captured: the budget was spent"
+    assert [text.partition(" (")[0] for text in shown["folded"]] == [
+        "1 plan more, not captured: simulated slower",
+        "1 plan more, not captured: the budget was spent",
+    ]
 
 
 def test_many_candidates_that_were_not_captured_are_folded_by_reason():
     shown = candidates(CASES["many candidates"]())
     assert [row["name"] for row in shown["rows"]] == ["nimble", "opara", "single"]
-    assert [len(group["rows"]) for group in shown["folded"]] == [13, 1]
-    assert shown["folded"][0]["text"] == ("13 plans more, not captured: simulated slower (1.02 ms to 1.20 ms)")
+    assert len(shown["folded"]) == 2
+    assert shown["folded"][0] == ("13 plans more, not captured: simulated slower (1.02 ms to 1.20 ms)")
 
 
 def test_candidates_say_when_they_pay_back_and_why_they_were_dropped():
@@ -39,19 +40,15 @@ def test_candidates_say_when_they_pay_back_and_why_they_were_dropped():
     shown = candidates(report)
     rows = {row["name"]: row for row in shown["rows"]}
     over_eager, over_single = (report.ratio("inductor, nimble", base).value for base in ("eager", "single"))
-    for key, base, over, cost_s in (
-        ("pays", "eager", over_eager, 12.34),
-        ("pays_single", "single", over_single, 12.319),
-    ):
-        gain_ns = report.measurement(base).median_ns * (1 - 1 / over)
-        count = int(re.sub(r"\D", "", rows["inductor, nimble"][key]))
-        assert (count - 1) * gain_ns < cost_s * 1e9 <= count * gain_ns
+    gain_ns = report.measurement("eager").median_ns * (1 - 1 / over_eager)
+    count = int(re.sub(r"\D", "", rows["inductor, nimble"]["pays"]))
+    assert (count - 1) * gain_ns < 12.34e9 <= count * gain_ns
     assert next(iter(rows)) == "inductor, nimble"
     assert rows["inductor, nimble"]["single"]["text"] == f"{over_single:.2f}x"
-    assert (rows["library, single"]["pays"], rows["single"]["pays_single"]) == ("never", "")
+    assert rows["library, single"]["pays"] == "never"
     assert rows["library, nimble"]["outcome"] == "outputs differ from eager's"
     assert (rows["library, nimble"]["error"], rows["library, nimble"]["pays"]) == ("4.0e-01", "")
-    assert (shown["fused"], shown["single"], rows["inductor, single"]["kernels"]) == (True, "one stream", "inductor")
+    assert (shown["fused"], shown["single"]) == (True, "one stream")
     assert not candidates(sample_report(60))["fused"]
 
 

@@ -277,7 +277,7 @@ def test_memory_that_was_not_measured_is_said_to_be() -> None:
     old = sample_report(20)
     memory = replace(old.memory, eager_peak=0, engines=(("single", 0), *old.memory.engines[1:]), planned=())
     found = diff(old, replace(old, memory=memory))
-    assert re.search(r"eager's peak +50\.0 MiB -> not measured\n", found.to_text(120))
+    assert re.search(r"eager's peak +50\.0 MiB -> unknown\n", found.to_text(120))
     assert Change("eager's peak", 52_428_800, None) in found.memory
 
 

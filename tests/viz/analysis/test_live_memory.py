@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nimble_core.ir.program import Access, Call, Program, Role, Storage, TensorRef
 from nimble_core.utils.units import format_bytes
-from nimble_viz.analysis.live_memory import HOLDERS, live_bytes, live_memory, live_text, memory
+from nimble_viz.analysis.live_memory import HOLDERS, live_bytes, live_memory, memory
 from nimble_viz.report.data import EngineMemory, Memory
 from tests.support.sample_reports import (
     CASES,
@@ -130,7 +130,7 @@ def test_what_an_optimizer_keeps_is_no_buffer_of_the_model() -> None:
 
 def test_nothing_is_known_of_a_profile_and_little_of_a_plan() -> None:
     assert live_memory(profile_report()) is None
-    assert "not known" in live_text(profile_report())
+    assert "not known" in profile_report().live_memory().to_text()
     found = live_memory(plan_report())
     assert found is not None
     assert [run["marks"] for run in found["runs"]] == [[], []]
@@ -149,11 +149,3 @@ def test_memory_says_what_reuse_saved():
     assert memory(CASES["host"]()) is None
     none = replace(report, memory=Memory(planned=(EngineMemory("nimble", 512, 500, 0),)))
     assert memory(none)["engines"][0]["saved"] == "nothing"
-
-
-@pytest.mark.parametrize("case", RENDERED)
-def test_text_is_as_wide_as_asked_for_and_harmless(case: str) -> None:
-    text = live_text(RENDERED[case](), 60)
-    assert max(map(len, text.splitlines())) <= 60
-    assert "\x1b" not in text
-    assert ("live at most" in text) == (live_memory(RENDERED[case]()) is not None)

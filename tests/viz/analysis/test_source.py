@@ -10,8 +10,7 @@ import pytest
 
 from nimble_core.ir.costs import uniform_costs
 from nimble_core.ir.program import Origin
-from nimble_viz.analysis.labels import visible
-from nimble_viz.analysis.source import hottest, replay_times, source, source_text
+from nimble_viz.analysis.source import hottest, replay_times, source
 from nimble_viz.render.report import Report
 from nimble_viz.report.data import HostSync
 from tests.support.sample_reports import RENDERED, fused_report, sample_report
@@ -122,10 +121,3 @@ def test_without_a_watched_replay_calls_count_alone() -> None:
     report = sample_report(60, timelines=False)
     assert replay_times(report) == (list(report.costs.ns), "each call alone, as no replay was watched")
     assert replay_times(replace(report, costs=uniform_costs(60))) is None
-
-
-@pytest.mark.parametrize("case", RENDERED)
-def test_text_can_be_read_anywhere(case: str) -> None:
-    text = source_text(RENDERED[case]())
-    assert text.endswith("\n")
-    assert all(visible(line) == line for line in text.splitlines())

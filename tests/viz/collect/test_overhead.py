@@ -29,7 +29,6 @@ def test_each_nanosecond_has_one_cause() -> None:
     # 60–70 and 75–80 Python, view and relu dispatch less the wait, the launch and the tail from 104 on; idle 95–106, as
     # 85–95 is waiting.
     assert second == CallOverhead(1, 15.0, 13.0, 0.0, 6.0, 84.0, exposed_ns=11.0, tail_ns=6.0)
-    assert (first.hidden_ns, second.hidden_ns) == (12.0, 29.0)
     assert profile.waiting_ns == 10 + 40
     assert profile.remainder_ns == 200 - 60 - 40 - 50
     assert profile.device_busy_ns == 42 + 84

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,37 +14,45 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nimble_core.utils.errors import InputError
-from nimble_viz.export.tables import KINDS, Column, Table, make_table, no_formula, to_csv
+from nimble_viz.export.tables import KINDS, Table, make_table, no_formula, to_csv
 from tests.support.sample_reports import CASES, fused_report, sample_report, training_report
 
 REPORTS = {**CASES, "fused": fused_report, "training": training_report}
 SMALL = [name for name in REPORTS if name not in ("ten thousand", "fused thousand")]
 
 
+def kind_of(cells: Sequence[Any]) -> type:
+    """The one type of a column's cells, but for what is missing; float where all are."""
+    (found,) = {type(cell) for cell in cells if cell is not None} or {float}
+    return found
+
+
 def read_csv(table: Table) -> list[tuple[Any, ...]]:
     """The rows that ``to_csv`` wrote, with the columns' types."""
     header, *rows = csv.reader(io.StringIO(to_csv(table), newline=""))
-    assert header == [column.name for column in table.columns]
+    assert header == list(table)
 
-    def cell(text: str, column: Column) -> Any:
-        if column.type is str:
+    def cell(text: str, of: Any) -> Any:
+        if of is str:
             return text.removeprefix("'")  # no text of the samples begins with one
         if not text:
             return None
-        return text == "True" if column.type is bool else column.type(text)
+        return text == "True" if of is bool else of(text)
 
-    return [tuple(cell(text, column) for text, column in zip(row, table.columns, strict=True)) for row in rows]
+    types = [kind_of(cells) for cells in table.values()]
+    return [tuple(cell(text, of) for text, of in zip(row, types, strict=True)) for row in rows]
+
+
+def cells_of(report: Any, kind: str) -> dict[str, list[Any]]:
+    return {name: list(cells) for name, cells in make_table(report, kind).items()}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SMALL)
 def test_cells_have_the_types_of_their_columns_and_csv_gives_them_back(name: str, kind: str) -> None:
     table = make_table(REPORTS[name](), kind)
-    assert table.kind == kind
-    for column in table.columns:
-        assert {type(cell) for cell in column.cells if cell is not None} <= {column.type}, column.name
-        assert column.type is not str or None not in column.cells
-    assert read_csv(table) == table.rows
+    assert not any(kind_of(cells) is str and None in cells for cells in table.values())
+    assert read_csv(table) == list(zip(*table.values(), strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -52,45 +61,58 @@ def test_the_frame_equals_the_csv(name: str, kind: str) -> None:
     pytest.importorskip("pandas", reason="needs pandas (extra export)")
     report = REPORTS[name]() if name in REPORTS else sample_report(0)
     frame, table = report.to_dataframe(kind), make_table(report, kind)
-    assert list(frame.columns) == [column.name for column in table.columns]
+    assert list(frame.columns) == list(table)
     plain = frame.map(no_formula) if len(frame) else frame
     assert plain.to_csv(index=False, lineterminator="\r\n") == to_csv(table)
-    for column in table.columns:
-        if column.type in (int, bool) and None not in column.cells:
-            assert frame[column.name].dtype == column.type
+    for name, cells in table.items():
+        if kind_of(cells) in (int, bool) and None not in cells:
+            assert frame[name].dtype == kind_of(cells)
 
 
 def test_calls_hold_cost_place_and_provenance() -> None:
     report = fused_report(60)
-    table = make_table(report, "calls")
-    rows = [dict(zip([column.name for column in table.columns], row, strict=True)) for row in table.rows]
-    assert [row["call"] for row in rows] == list(range(len(report.program.calls)))
+    table = cells_of(report, "calls")
+    assert table["call"] == list(range(len(report.program.calls)))
     plan = report.schedule(report.chosen)
     assert plan is not None
-    assert [row["stream"] for row in rows] == list(plan.stream)
-    assert [row["cost_ns"] for row in rows] == list(report.costs.ns)
-    assert [row["eager_calls"] for row in rows] == [" ".join(map(str, call.eager)) for call in report.program.calls]
-    assert [row["call"] for row in rows if row["critical"]] == sorted(report.critical_path)
+    assert table["stream"] == list(plan.stream)
+    assert table["cost_ns"] == list(report.costs.ns)
+    assert table["eager_calls"] == [" ".join(map(str, call.eager)) for call in report.program.calls]
+    assert [call for call in table["call"] if table["critical"][call]] == sorted(report.critical_path)
+
+
+def test_a_module_holds_all_that_is_in_it() -> None:
+    report = sample_report(120)
+    table = cells_of(report, "modules")
+    rows = dict(
+        zip(table["module"], zip(table["depth"], table["calls"], table["overhead_ns"], strict=True), strict=True)
+    )
+    assert report.overhead is not None
+    outer = [(calls, ns) for depth, calls, ns in rows.values() if depth == 0]
+    assert sum(calls for calls, _ in outer) == len(report.overhead.calls)
+    assert sum(ns for _, ns in outer) == pytest.approx(report.overhead.overhead_ns)
+    assert all(name.rpartition(".")[0] for name, (depth, _, _) in rows.items() if depth)
 
 
 def test_an_unmeasured_plan_has_missing_values() -> None:
     report = sample_report(20)
+    kernels = (replace(report.costs.kernels[0], call=None), *report.costs.kernels[1:])
     unknown = replace(report, costs=replace(report.costs, spread_ns=(), demand=()), chosen="")
-    columns = {column.name: column for column in make_table(unknown, "calls").columns}
+    columns = cells_of(unknown, "calls")
     for name in ("cost_spread_ns", "demand", "stream"):
-        assert set(columns[name].cells) == {None}
+        assert set(columns[name]) == {None}
     pandas = pytest.importorskip("pandas", reason="needs pandas (extra export)")
     frame = unknown.to_dataframe("calls")
-    assert frame["stream"].dtype == pandas.Int64Dtype()
     assert frame["stream"].isna().all()
     assert frame["demand"].dtype == float
+    frame = replace(report, costs=replace(report.costs, kernels=kernels)).to_dataframe("kernels")
+    assert frame["call"].dtype == pandas.Int64Dtype()
 
 
 @given(st.lists(st.tuples(st.text(), st.floats(allow_nan=False), st.integers() | st.none())))
 def test_any_cell_survives_csv(rows: list[tuple[str, float, int | None]]) -> None:
     cells = list(zip(*rows, strict=True)) or [(), (), ()]
-    types: list[Any] = [str, float, int]
-    table = Table("calls", tuple(Column(k.__name__, k, tuple(c)) for k, c in zip(types, cells, strict=True)))
+    table = dict(zip(("text", "float", "int"), cells, strict=True))
     assert read_csv(table) == rows
 
 
@@ -108,7 +130,7 @@ def test_without_pandas_the_error_says_what_to_install(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("start", ["=", "@", "+", "-", "\t", "\r"])
 def test_text_is_no_formula_to_a_spreadsheet(start: str) -> None:
     cells = (f"{start}1+cmd|' /C calc'!A0", "conv", "")
-    table = Table("calls", (Column("module", str, cells), Column("ns", float, (-1.5, 2.0, None))))
+    table: Table = {"module": cells, "ns": (-1.5, 2.0, None)}
     assert to_csv(table).splitlines()[1].lstrip('"').startswith(f"'{start}") or start in "\r"
     rows = list(csv.reader(io.StringIO(to_csv(table), newline="")))
     assert [row[0] for row in rows] == ["module", f"'{cells[0]}", "conv", ""]

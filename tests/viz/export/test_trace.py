@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nimble_core.ir.timeline import Lane, Span, Timeline
+from nimble_viz.analysis.labels import label_run, visible
 from nimble_viz.export.trace import Slice, Trace, make_trace
 from nimble_viz.render.report import Report
 from tests.support.sample_reports import CASES, fused_report, sample_report, training_report
@@ -47,14 +48,14 @@ def check(report: Report) -> Trace:
     """All that a Trace promises, of the trace of ``report``."""
     trace = make_trace(report)
     ordered = sorted(report.timelines, key=lambda line: line.run != "eager")
-    assert [process.run for process in trace.processes] == [line.run for line in ordered]
+    assert [process.name for process in trace.processes] == [label_run(report, line.run) for line in ordered]
     for process, line in enumerate(ordered):
         shift = -min(0.0, min((span.start_ns for span in line.spans), default=0.0))
         assert Counter(
             (trace.tracks[one.track].lane, one.start_ns, one.end_ns, one.name, dict(one.arguments).get("call"))
             for one in lanes_of(trace, process)
         ) == Counter(
-            (span.lane, round(span.start_ns + shift), round(span.end_ns + shift), span.name, span.call)
+            (span.lane, round(span.start_ns + shift), round(span.end_ns + shift), visible(span.name), span.call)
             for span in line.spans
         )
         names = [track.name for track in trace.tracks if track.process == process]

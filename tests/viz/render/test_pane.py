@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from rich.cells import cell_len
 
 from nimble_core.utils.errors import InputError
 from nimble_viz.analysis.live_memory import live_memory
 from nimble_viz.analysis.source import source
 from nimble_viz.render.pane import PANES, Pane
-from tests.support.sample_reports import sample_report
+from tests.support.sample_reports import RENDERED, sample_report
 
 
 def test_methods_of_a_report_are_its_panes() -> None:
@@ -19,6 +20,14 @@ def test_methods_of_a_report_are_its_panes() -> None:
     assert report.source().data == source(report)
     assert report.live_memory().data == live_memory(report)
     assert repr(report.source()) == f"<source of {report!r}>"
+
+
+@pytest.mark.parametrize("name", PANES)
+@pytest.mark.parametrize("case", [case for case in RENDERED if "thousand" not in case])
+def test_every_view_fits_its_width(case: str, name: str) -> None:
+    text = RENDERED[case]().pane(name).to_text(60)
+    assert max(cell_len(line) for line in text.splitlines()) <= 60
+    assert "\x1b" not in text
 
 
 @pytest.mark.parametrize("name", PANES)

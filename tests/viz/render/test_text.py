@@ -71,13 +71,13 @@ def test_all_sections_of_a_full_report() -> None:
         "Equality with eager",
         "Plans that were tried",
         "Streams and synchronisations",
-        "Concurrency",
         "Limits",
         "Framework overhead of the eager run",
         "Host synchronisations",
         "Hottest lines",
         "Preparation (130 ms)",
         "Device memory",
+        "Results that hold the peak",
         "Environment",
         "Warnings",
     ):
@@ -108,7 +108,7 @@ def test_ratios_carry_their_interval() -> None:
 
 
 def test_a_check_that_failed_is_not_called_equal() -> None:
-    check = EqualityCheck("nimble", float("nan"), 1e-3, 0.5, False, "outputs are not finite")
+    check = EqualityCheck("nimble", 1e300, 1e-3, 0.5, False, "outputs are not finite")
     text = plain_text(replace(sample_report(), checks=(check,)), 100, full=True)
     assert re.search(r"nimble replay +DIFFERS +not finite", text)
     assert "outputs are not finite" in text

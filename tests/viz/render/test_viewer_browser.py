@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from nimble_viz.analysis.overhead import module_tree
+from nimble_viz.analysis.overhead import grouped
 from nimble_viz.analysis.tiles import tiles
 from nimble_viz.render.html import fragment, page
 from nimble_viz.render.pane import PANES
@@ -105,11 +105,10 @@ def test_the_summary_shows_what_was_tried_emitted_held_and_worth_it(opened):
         assert part in text
     assert "outputs differ" in shown.page.inner_text("#nv-pane-summary tr.nv-wrong")
     assert shown.page.locator("#nv-pane-summary tr.nv-wrong").count() == 1
-    assert "Saved by reuse" in text
-    shown.page.click("text=13 plans more")
-    assert shown.page.is_visible("text=contention, 7 streams")
     shown.page.click("#nv-tab-syncs")
     assert "Inside calls" in shown.page.inner_text("#nv-pane-syncs")
+    shown.page.click("#nv-tab-memory")
+    assert "Saved by reuse" in shown.page.inner_text("#nv-pane-memory")
 
 
 @pytest.mark.slow
@@ -290,44 +289,13 @@ def test_code_and_memory_of_ten_thousand_calls_open(opened, pane):
 
 
 @pytest.mark.slow
-def test_modules_hold_what_is_in_them(opened):
-    report = sample_report(120)
-    shown = opened(page(report))
-    shown.page.click("#nv-tab-overhead")
-    shown.page.click("#nv-pane-overhead >> text=By module")
-    rows = shown.page.locator("#nv-pane-overhead button.nv-row")
-    first = rows.filter(has=shown.page.locator(".nv-fold:text-matches('[▸▾]')")).first
-    key = first.get_attribute("data-key")
-    row = shown.page.locator(f"#nv-pane-overhead button.nv-row[data-key='{key}']")
-
-    def total(one) -> int:
-        return int(one.locator(".nv-num").last.inner_text().replace(",", ""))
-
-    if row.get_attribute("aria-expanded") == "true":
-        row.press("ArrowLeft")
-    assert row.get_attribute("aria-expanded") == "false"
-    before = rows.count()
-    row.locator(".nv-fold").click()
-    assert row.get_attribute("aria-expanded") == "true"
-    assert rows.count() > before
-    inside = module_tree(report)[0].inside
-    assert key == module_tree(report)[0].path
-    assert total(row) == len(module_tree(report)[0].eager) == sum(len(one.eager) for one in inside)
-    shown.page.select_option("[aria-label='Levels of modules']", label="1")
-    assert rows.count() == len(module_tree(report))
-    shown.page.evaluate("nimbleViewer.select(17)")
-    assert shown.page.locator("#nv-pane-overhead .nv-row.nv-on").count() == 1
-    assert shown.troubles == []
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("make", [fused_report, lambda: sample_report(60, device="cpu")])
 def test_an_icicle_leads_from_a_module_down_to_a_call(opened, make):
     report = make()
     shown = opened(page(report))
     shown.page.click("#nv-tab-overhead")
     ice = shown.page.locator("#nv-pane-overhead .nv-ice button")
-    roots = [row.path.partition(".")[0] for row in module_tree(report)]
+    roots = [row["name"].partition(".")[0] for row in grouped(report, "module")]
     assert ice.nth(1).get_attribute("aria-label").partition(".")[0] in roots
     kinds = {one.partition("-ice-")[2] for one in ice.evaluate_all("nodes => nodes.map((node) => node.className)")}
     gpu = report.environment.device == "cuda"
@@ -351,10 +319,8 @@ def test_calls_of_the_optimizer_are_not_put_down_to_the_model_itself(opened):
     calls = tuple(replace(call, origins=()) if call.phase == "optimizer" else call for call in report.program.calls)
     shown = opened(page(replace(report, program=replace(report.program, calls=calls))))
     shown.page.click("#nv-tab-overhead")
-    shown.page.click("#nv-pane-overhead >> text=By module")
-    names = shown.page.locator("#nv-pane-overhead .nv-row .nv-name").all_inner_texts()
-    assert "(the optimizer)" in names
-    assert "(the model itself)" not in names
+    ice = shown.page.locator("#nv-pane-overhead .nv-ice-module")
+    assert "(the optimizer)" in ice.evaluate_all("nodes => nodes.map((node) => node.getAttribute('aria-label'))")
     assert "Unattributed" in shown.page.inner_text("#nv-pane-overhead .nv-legend")
     shown.page.click("#nv-tab-timeline")
     lengths = shown.page.locator("#nv-pane-timeline .nv-section h3").all_inner_texts()
@@ -374,10 +340,6 @@ def test_an_optimizer_whose_calls_eager_did_not_make_has_one_row(opened):
         names = [text.splitlines() for text in rows.all_inner_texts()]
         assert [one[:2] for one in names].count([name, told]) == 1
     assert not any(one[0].startswith((f"{first} ", f"{second} ")) for one in names)
-    shown.page.click("#nv-pane-overhead >> text=By module")
-    names = rows.all_inner_texts()
-    assert "(the optimizer)" in names
-    assert "c1" not in names
     shown.page.evaluate(f"nimbleViewer.select({first})")
     assert f"{name} ({told})" in shown.page.inner_text(".nv-detail")
     assert shown.troubles == []
