@@ -247,7 +247,7 @@ def _summarise(report: Report, given: argparse.Namespace) -> None:
 @_command(
     "write a saved report for Perfetto, Chrome, Nsight Systems, or as CSV",
     _path("file", metavar="REPORT"),
-    _path("out", metavar="OUT", help="*.pftrace, *.json, *.nsys-rep, a folder or calls.csv"),
+    _path("out", metavar="OUT", help="*.json, a folder or calls.csv"),
 )
 def _export(given: argparse.Namespace) -> int:
     from nimble_viz.render.report import load

@@ -281,11 +281,7 @@ def _nsys(on: _Machine) -> _Answer:
     program = shutil.which("nsys")
     if program is None:
         return "off", "nsys is not on the PATH: ranges have no viewer here", "see docs/nsight.md"
-    said = _said([program, "--version"]) or "nsys"
-    backend = os.environ.get("NSYS_WRITER_BACKEND", "")
-    if find_spec("nsys_writer") is None and not (backend and Path(backend).exists()):
-        return "fallback", f"{said} profiles, but *.nsys-rep cannot be written", "see docs/nsight.md"
-    return _works(f"{said}; *.nsys-rep can be written")
+    return _works(_said([program, "--version"]) or "nsys")
 
 
 def _kernels(on: _Machine) -> _Answer:
@@ -373,8 +369,6 @@ def _package(module: str, use: str, on: _Machine, *, without: str = "") -> _Answ
     return _works(f"{use}: {_named(name)}")
 
 
-_PERFETTO = "perfetto.protos.perfetto.trace.perfetto_trace_pb2"
-
 CHECKS: tuple[tuple[str, str, bool, Callable[[_Machine], _Answer]], ...] = (
     ("Running", "torch", True, _torch),
     ("Running", "GPU and driver", False, _gpu),
@@ -395,12 +389,6 @@ CHECKS: tuple[tuple[str, str, bool, Callable[[_Machine], _Answer]], ...] = (
     ("Seeing", "widgets", False, partial(_package, "anywidget", "report.dashboard()")),
     ("Seeing", "statistics", False, partial(_package, "plotly.graph_objects", "report.figure()")),
     ("Seeing", "graphviz dot", False, _dot),
-    (
-        "Handing on",
-        "Perfetto",
-        False,
-        partial(_package, "perfetto", "*.pftrace", without="export Chrome JSON (*.json)"),
-    ),
     ("Handing on", "data frames", False, partial(_package, "pandas", "report.to_dataframe()", without="export CSV")),
     ("Handing on", "networkx", False, partial(_package, "networkx", "report.graph.to_networkx()")),
 )

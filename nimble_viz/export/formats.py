@@ -9,22 +9,18 @@ from typing import Literal, get_args
 from nimble_core.utils.errors import InputError
 from nimble_core.utils.files import file_path, write_file
 from nimble_viz.export.dot import DRAWN, write_dot
-from nimble_viz.export.nsys import write_nsys
 from nimble_viz.export.tables import KINDS, write_table, write_tables
-from nimble_viz.export.trace import chrome_json, make_trace, perfetto_bytes
+from nimble_viz.export.trace import chrome_json, make_trace
 from nimble_viz.report.data import ReportData
 
 __all__ = ["FORMATS", "Format", "export", "format_of"]
 
-Format = Literal["perfetto", "chrome", "nsys", "csv", "dot", "svg", "pdf", "png"]
+Format = Literal["chrome", "csv", "dot", "svg", "pdf", "png"]
 
 FORMATS: tuple[Format, ...] = get_args(Format)
 
 _SUFFIXES: dict[str, Format] = {
-    ".pftrace": "perfetto",
-    ".perfetto-trace": "perfetto",
     ".json": "chrome",
-    ".nsys-rep": "nsys",
     ".csv": "csv",
     ".gv": "dot",
     ".dot": "dot",
@@ -33,8 +29,8 @@ _SUFFIXES: dict[str, Format] = {
     ".png": "png",
 }
 _KNOWN = (
-    "OUT.pftrace or OUT.perfetto-trace (Perfetto), OUT.json (Chrome), OUT.nsys-rep (Nsight Systems), a folder or "
-    "KIND.csv (tables), OUT.gv or OUT.dot (Graphviz), OUT.svg, OUT.pdf or OUT.png (drawn by Graphviz)"
+    "OUT.json (Perfetto, Chrome), a folder or KIND.csv (tables), OUT.gv or OUT.dot (Graphviz), OUT.svg, OUT.pdf or "
+    "OUT.png (drawn by Graphviz)"
 )
 
 
@@ -44,8 +40,8 @@ def format_of(path: Path) -> Format:
     Raises:
         InputError: a suffix that stands for no format.
 
-    >>> format_of(Path("run.pftrace")), format_of(Path("run.json")), format_of(Path("tables"))
-    ('perfetto', 'chrome', 'csv')
+    >>> format_of(Path("run.json")), format_of(Path("tables"))
+    ('chrome', 'csv')
     """
     if path.is_dir() or not path.suffix:
         return "csv"
@@ -62,8 +58,6 @@ def export(report: ReportData, path: str | os.PathLike[str], format: str | None 
         raise InputError(f"there is no format {kind!r}", fix=f"one of {', '.join(FORMATS)}")
     if kind == "csv":
         return _write_csv(report, target)
-    if kind == "nsys":
-        return write_nsys(report, target)
     if kind == "dot" or kind in DRAWN:
         return write_dot(report, target, kind)
 
@@ -73,9 +67,6 @@ def export(report: ReportData, path: str | os.PathLike[str], format: str | None 
             f"the report of {report.model!r} holds no timelines, so there is nothing to trace",
             fix="export the tables (a folder of CSV files), or take a report of compare() that was not interrupted",
         )
-    if kind == "perfetto":
-        return write_file(target, perfetto_bytes(trace))
-
     return write_file(target, chrome_json(trace).encode())
 
 

@@ -1,27 +1,22 @@
-"""A Report's timelines as the tracks, slices and flows that trace viewers draw, and both formats of them."""
+"""A Report's timelines as the tracks, slices and flows that trace viewers draw, as Chrome trace events."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from nimble_core.ir.program import Call
 from nimble_core.ir.timeline import Timeline
-from nimble_core.utils.errors import InputError
 from nimble_core.utils.units import format_ns
 from nimble_viz.analysis.labels import context, label_call, label_run, source_of, visible
 from nimble_viz.analysis.phases import PHASES, span_phases
 from nimble_viz.analysis.timeline import distorted
 from nimble_viz.report.data import ReportData
 
-__all__ = [
-    "Argument", "Flow", "Process", "Slice", "Trace", "Track", "chrome_json", "edges_in_time", "make_trace",
-    "perfetto_bytes",
-]  # fmt: skip
+__all__ = ["Argument", "Flow", "Process", "Slice", "Trace", "Track", "chrome_json", "make_trace"]
 
 Value = str | int | float | bool | tuple[int, ...]
 Argument = tuple[str, Value]
@@ -106,28 +101,6 @@ def make_trace(report: ReportData) -> Trace:
         flows=tuple(flows),
         arguments=tuple((name, visible(value)) for name, value in stamp),
     )
-
-
-def edges_in_time(trace: Trace) -> Iterator[tuple[int, int, bool]]:
-    """Order begins and ends as ``(time in ns, slice, whether it begins)``, so that each track is a stack.
-
-    Times never decrease. On one track an inner slice begins after the one around it and ends before it, and a slice
-    ends before the next begins, also where their times are equal.
-    """
-    edges: list[tuple[int, int, bool]] = []
-    around: list[int] = []
-
-    def close(until: int | None) -> None:
-        while around and (until is None or trace.slices[around[-1]].end_ns <= until):
-            ended = around.pop()
-            edges.append((trace.slices[ended].end_ns, ended, False))
-
-    for index, one in enumerate(trace.slices):
-        close(one.start_ns if around and trace.slices[around[-1]].track == one.track else None)
-        edges.append((one.start_ns, index, True))
-        around.append(index)
-    close(None)
-    return iter(sorted(edges, key=lambda edge: edge[0]))
 
 
 def _add_run(
@@ -328,117 +301,3 @@ def _microseconds(ns: int) -> int | float:
         return whole
     us = ns / 1000
     return us if int(us * 1000) == ns else math.nextafter(us, math.inf)
-
-
-# Perfetto's own format.
-
-_SEQUENCE = 1
-
-
-def perfetto_bytes(trace: Trace) -> bytes:
-    """Serialize the trace as a ``perfetto.protos.Trace``, which ui.perfetto.dev and its trace processor open.
-
-    Source: Perfetto's documentation, "Writing TrackEvent Protos Synthetically".
-
-    A run is a process, its first track a child of it, and the others children of that one: viewers keep the order of
-    tracks below a track, not below a process. A slice is a begin and an end, in the order of time.
-
-    Raises:
-        InputError: the ``perfetto`` package is not installed.
-    """
-    protos = _protos()
-    out = protos.Trace()
-    packet = _packet(out)
-    packet.sequence_flags = protos.TracePacket.SEQ_INCREMENTAL_STATE_CLEARED
-    packet.first_packet_on_sequence = True
-    packet.track_descriptor.uuid = 0
-    packet.track_descriptor.process_ordering = protos.TrackDescriptor.PROCESS_ORDERING_EXPLICIT
-    _write_tracks(trace, protos, out)
-    _write_slices(trace, protos, out)
-    return bytes(out.SerializeToString())
-
-
-def _write_tracks(trace: Trace, protos: Any, out: Any) -> None:
-    for index, process in enumerate(trace.processes):
-        descriptor = _packet(out).track_descriptor
-        descriptor.uuid = _process_uuid(index)
-        descriptor.description = "\n".join((trace.title, *process.labels))
-        descriptor.process.pid = index + 1
-        descriptor.process.process_name = process.name
-        descriptor.process.process_labels.extend(process.labels)
-        descriptor.sibling_order_rank = index
-    around = 0
-    for index, track in enumerate(trace.tracks):
-        descriptor = _packet(out).track_descriptor
-        descriptor.uuid = _track_uuid(trace, index)
-        if track.whole:
-            descriptor.parent_uuid = _process_uuid(track.process)
-            descriptor.child_ordering = protos.TrackDescriptor.EXPLICIT
-            around = descriptor.uuid
-        else:
-            descriptor.parent_uuid = around
-        descriptor.name = track.name
-        descriptor.sibling_order_rank = index
-
-
-def _write_slices(trace: Trace, protos: Any, out: Any) -> None:
-    leaving: dict[int, list[int]] = defaultdict(list)
-    arriving: dict[int, list[int]] = defaultdict(list)
-    for index, flow in enumerate(trace.flows):
-        leaving[flow.source].append(index + 1)
-        arriving[flow.target].append(index + 1)
-    for time_ns, index, begins in edges_in_time(trace):
-        one = trace.slices[index]
-        packet = _packet(out)
-        packet.timestamp = time_ns
-        event = packet.track_event
-        event.track_uuid = _track_uuid(trace, one.track)
-        if not begins:
-            event.type = protos.TrackEvent.TYPE_SLICE_END
-            continue
-        event.type = protos.TrackEvent.TYPE_SLICE_BEGIN
-        event.name = one.name
-        event.categories.append(one.category)
-        event.flow_ids.extend(leaving[index])
-        event.terminating_flow_ids.extend(arriving[index])
-        for name, value in one.arguments:
-            _set_value(event.debug_annotations.add(name=name), value)
-
-
-def _set_value(annotation: Any, value: Value) -> None:
-    if isinstance(value, str):
-        annotation.string_value = value
-    elif isinstance(value, bool):
-        annotation.bool_value = value
-    elif isinstance(value, int):
-        annotation.int_value = value
-    elif isinstance(value, float):
-        annotation.double_value = value
-    else:
-        for item in value:
-            annotation.array_values.add(int_value=item)
-
-
-def _packet(out: Any) -> Any:
-    packet = out.packet.add()
-    packet.trusted_packet_sequence_id = _SEQUENCE
-    return packet
-
-
-def _process_uuid(process: int) -> int:
-    return process + 1
-
-
-def _track_uuid(trace: Trace, track: int) -> int:
-    return len(trace.processes) + track + 1
-
-
-def _protos() -> Any:
-    try:
-        from perfetto.protos.perfetto.trace import perfetto_trace_pb2
-    except ImportError as error:
-        raise InputError(
-            f"a Perfetto trace needs the package perfetto: {error}",
-            fix="pip install 'nimble-viz[export]', or export to .json, which needs no package",
-        ) from error
-    return perfetto_trace_pb2

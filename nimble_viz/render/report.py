@@ -69,11 +69,10 @@ class Report(ReportData):
         """Write this report to ``path`` for other tools.
 
         Args:
-            path: ``*.pftrace`` or ``*.perfetto-trace`` for a Perfetto trace, ``*.json`` for Chrome trace events,
-                ``*.nsys-rep`` for Nsight Systems, a folder for all tables as CSV, or one of them by name
-                (``calls.csv``), ``*.gv`` or ``*.dot`` for the graph as Graphviz source, ``*.svg``, ``*.pdf`` or
-                ``*.png`` for the graph drawn by Graphviz's ``dot``.
-            format: ``"perfetto"``, ``"chrome"``, ``"nsys"``, ``"csv"``, ``"dot"``, ``"svg"``, ``"pdf"`` or ``"png"``
+            path: ``*.json`` for Chrome trace events, which Perfetto opens as well, a folder for all tables as CSV, or
+                one of them by name (``calls.csv``), ``*.gv`` or ``*.dot`` for the graph as Graphviz source, ``*.svg``,
+                ``*.pdf`` or ``*.png`` for the graph drawn by Graphviz's ``dot``.
+            format: ``"chrome"``, ``"csv"``, ``"dot"``, ``"svg"``, ``"pdf"`` or ``"png"``
                 for a path that does not say.
 
         Raises:
