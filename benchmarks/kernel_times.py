@@ -26,11 +26,12 @@ import torch
 
 from benchmarks.common import held, options, write
 from benchmarks.models import example
-from nimble_core.autotune.capture_pipeline import capture, device_for, observe, schedule_by
+from benchmarks.policies import recorded_on
+from nimble_core.autotune.capture_pipeline import capture, observe, schedule_by
 from nimble_core.profiling.kernel_names import short_kernel_name
 from nimble_core.profiling.machine import environment
 from nimble_core.runtime.device import Device, Executable
-from nimble_core.tracing.recorded import Recorded, Stopwatch, check_inputs, record_static, state_kept
+from nimble_core.tracing.recorded import Recorded, state_kept
 
 MODELS = ("GoogLeNet", "BERT-base 128", "MobileNetV2")
 DTYPES = ("float32", "float16")
@@ -82,11 +83,7 @@ def one_model(name: str, dtype: str) -> dict[str, Any]:
 def captured(name: str, dtype: str) -> tuple[Device, Recorded, Executable]:
     """Capture the model's eager kernels as a graph on one stream."""
     model, args, kwargs = example(name, dtype)
-    with torch.inference_mode():
-        model(*args, **kwargs)
-    signature = check_inputs(model, args, kwargs)
-    device = device_for(signature.device)
-    recorded = record_static(device, model, signature, strict=True, step=Stopwatch())
+    device, recorded = recorded_on(model, args, kwargs)
     with state_kept(recorded):
         executable = capture(device, recorded, schedule_by(recorded, "single", None, 1))
         executable.replay()

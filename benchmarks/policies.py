@@ -88,14 +88,21 @@ def one_model(name: str, dtype: str, seconds: float) -> dict[str, Any]:
     start = time.perf_counter()
     net = Nimble(model, Options(fuse="none")).prepare(*args, **kwargs)
     prepare_s = time.perf_counter() - start
-    signature = check_inputs(model, args, kwargs)
-    device = device_for(signature.device)
-    recorded = record_static(device, model, signature, strict=True, step=Stopwatch())
+    device, recorded = recorded_on(model, args, kwargs)
     with state_kept(recorded):
         result = measured(device, recorded, net.engines[0], replays_in_a_row_ns, seconds)
     result["auto"]["prepare s"] = prepare_s
     net.close()
     return result
+
+
+def recorded_on(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Device, Recorded]:
+    """Record a model's calls in eager, after a first one that loads and tunes libraries; with the device it is on."""
+    with torch.inference_mode():
+        model(*args, **kwargs)
+    signature = check_inputs(model, args, kwargs)
+    device = device_for(signature.device)
+    return device, record_static(device, model, signature, strict=True, step=Stopwatch())
 
 
 def replays_in_a_row_ns(executable: Executable) -> float:
@@ -258,31 +265,26 @@ def entries_of(
 
 def memory_figures(executable: Executable) -> dict[str, Any]:
     """Bytes that an executable holds, and those of its arena."""
-    memory = executable.memory
-    if memory is None:
-        return {"held bytes": executable.nbytes}
-    return {"held bytes": executable.nbytes, "arena bytes": memory.nbytes}
-
-
-def speed(faster: Mapping[str, Any], baseline: Mapping[str, Any], way: str) -> float:
-    """How much faster one entry's median is than another's."""
-    return float(baseline[way]["median us"] / faster[way]["median us"])
+    arena = {} if executable.memory is None else {"arena bytes": executable.memory.nbytes}
+    return {"held bytes": executable.nbytes, **arena}
 
 
 def summary(models: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """Sum up the file over all models: geometric means, least and most."""
     of = {key: {**one["policies"], "auto": one["auto"]} for key, one in models.items()}
-    plans = {
-        f"{name} on {key}": one for key, found in of.items() for name, one in found.items() if "same as" not in one
-    }
-    limits = {(name, key): limit for key, one in models.items() for name, limit in one["memory limit"].items()}
+    plans = {(name, key): one for key, found in of.items() for name, one in found.items() if "same as" not in one}
+    limits = {(name, key): one for key, found in models.items() for name, one in found["memory limit"].items()}
     changed = {at: limit for at, limit in limits.items() if "replay" in limit}
-    every = plans | {f"{name}, limited, on {key}": limit for (name, key), limit in changed.items()}
-    every |= {f"nimble, not shared, on {key}": one["without shared memory"] for key, one in models.items()}
-    errors = [abs(one["simulation error"]) for at, one in plans.items() if not at.startswith("auto on ")]
+    every = plans | {(f"{name}, limited,", key): limit for (name, key), limit in changed.items()}
+    every |= {("nimble, not shared,", key): one["without shared memory"] for key, one in models.items()}
+    errors = [abs(one["simulation error"]) for (name, _), one in plans.items() if name != "auto"]
+    wrong = {f"{name} on {key}": one["equality"] for (name, key), one in every.items() if not one["equality"]["passed"]}
 
-    def speeds(pairs: Mapping[Any, tuple[Any, Any]]) -> dict[str, Any]:
-        return {way: spread({key: speed(*pair, way) for key, pair in pairs.items()}) for way in WAYS}
+    def speeds(pairs: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
+        return {
+            way: spread({key: old[way]["median us"] / new[way]["median us"] for key, (new, old) in pairs.items()})
+            for way in WAYS
+        }
 
     return {
         "speed over single": {
@@ -298,10 +300,7 @@ def summary(models: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         "shared memory over not shared": speeds(
             {key: (of[key]["nimble"], one["without shared memory"]) for key, one in models.items()}
         ),
-        "equal to eager": {
-            "checked": len(every),
-            "not shown": {at: one["equality"]["reason"] for at, one in every.items() if not one["equality"]["passed"]},
-        },
+        "equal to eager": {"checked": len(every), "not shown": {at: one["reason"] for at, one in wrong.items()}},
     }
 
 
