@@ -14,7 +14,6 @@ A model counts as static where two eager runs on different values issue the same
 
 from __future__ import annotations
 
-import argparse
 import copy
 import gc
 import inspect
@@ -35,7 +34,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.table import ROOT, filled
+from benchmarks.common import ROOT, filled, options, publish
 from nimble_core import Nimble, Options, TrainStep
 from nimble_core.utils.errors import first_line
 from nimble_core.validation.bounds import BOUNDS, tolerance_for
@@ -86,6 +85,12 @@ def small(kind: type, level: str) -> Any:
         if (part := getattr(default, name, None)) is not None:
             changed[name] = small(type(part), level)
     return kind(**changed)
+
+
+def made(name: str, device: str) -> tuple[torch.nn.Module, Inputs, str]:
+    """Make the model that the list calls so; return it with inputs that it takes, and its size."""
+    package, _, known = name.partition(":")
+    return transformers_model(known, device) if package == "transformers" else vision_model(package, known, device)
 
 
 def transformers_model(name: str, device: str) -> tuple[torch.nn.Module, Inputs, str]:
@@ -296,11 +301,9 @@ def measure(name: str, group: str) -> Row:
     torch.manual_seed(0)
     started = prepared = time.monotonic()
     device = "cuda" if group.startswith("cuda") else "cpu"
-    package, _, known = name.partition(":")
     row: Row = {"name": name, "group": group, "static": None, "passes": False}
     try:
-        made = transformers_model(known, device) if package == "transformers" else vision_model(package, known, device)
-        model, inputs, row["size"] = made
+        model, inputs, row["size"] = made(name, device)
         row["inputs"] = {key: list(one.shape) for key, one in inputs(0).items()}
         row["why"] = why_not_static(model.train(group == "training"), inputs)
         row["static"], prepared = not row["why"], time.monotonic()
@@ -311,14 +314,16 @@ def measure(name: str, group: str) -> Row:
     return row | {"seconds": round(now - started, 1), "own_s": round(now - prepared, 1)}
 
 
-def run(work: Sequence[tuple[str, str]], one: Callable[[str, str], Row] = measure) -> Iterator[Row]:
-    """Rows of ``(name, group)``, each made by ``one`` in a process of its own."""
+def run(work: Sequence[tuple[str, str]], out: Path | None, one: Callable[[str, str], Row] = measure) -> Iterator[Row]:
+    """Rows of ``(name, group)`` that the file lacks, each made by ``one`` in a process of its own; and kept there."""
     # Forked: what all need is imported once.
     import transformers.models.bert.modeling_bert  # noqa: F401  # what children then need not import
 
     gc.freeze()
     fork = multiprocessing.get_context("fork")
-    for name, group in work:
+    held = map(json.loads, out.read_text().splitlines() if out and out.exists() else ())
+    done = {(row["name"], row.get("group", "cpu")) for row in held}
+    for name, group in (one for one in work if one not in done):
         mine, theirs = fork.Pipe(duplex=False)
         process = fork.Process(target=_child, args=(one, name, group, theirs))
         process.start()
@@ -330,6 +335,9 @@ def run(work: Sequence[tuple[str, str]], one: Callable[[str, str], Row] = measur
             row["error"] = "its process died: out of memory, or a crash"
         process.kill()
         process.join()
+        if out:
+            with out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
         yield row
 
 
@@ -382,8 +390,7 @@ def results(folder: Path) -> list[Row]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is due, or write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
+    parser = options(__doc__)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--group", action="append", choices=[*GROUPS], help="all of the device by default")
     parser.add_argument("--names", nargs="+")
@@ -393,21 +400,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.table or given.check:
         rows = results(RESULTS)
         texts = {page: filled(page.read_text(), {"coverage": table(rows), "works": works(rows)}) for page in PAGES}
-        changed = [page for page, text in texts.items() if text != page.read_text()]
-        for page in changed:
-            if given.check:
-                print(f"{page.name} does not say what the results do: benchmarks.coverage --table", file=sys.stderr)
-            else:
-                page.write_text(texts[page])
-        return int(given.check and bool(changed))
+        return publish(texts, "coverage --table", check=given.check)
     groups = given.group or [group for group in GROUPS if group.startswith("cuda") == (given.device == "cuda")]
     work = [(name, group) for group in groups for name in given.names or json.loads(LIST.read_text())[group]]
-    lines = given.out.read_text().splitlines() if given.out and given.out.exists() else []
-    done = {(row["name"], row["group"]) for row in map(json.loads, lines)}
-    for row in run([one for one in work if one not in done]):
-        if given.out:
-            with given.out.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+    for row in run(work, given.out):
         outcome = "pass" if row["passes"] else "FAIL" if row["static"] else "not static"
         print(outcome, row["group"], row["name"], row.get("error", ""), flush=True)
     return 0

@@ -14,21 +14,18 @@ The architectures are those of ``coverage_list.json``, small and in float32, by 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
 from benchmarks import coverage
-from benchmarks.table import ROOT, filled
+from benchmarks.common import ROOT, filled, options, publish
 from nimble_core import Nimble, Options
 from nimble_core.compiler.inductor import compile_graph
 from nimble_core.compiler.to_fx import lift
@@ -97,13 +94,9 @@ def measure(name: str, device: str = "cpu") -> Row:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    package, _, known = name.partition(":")
-    row = {"name": name, "device": device, "torch": str(torch.__version__)}
+    row = {"name": name, "group": device, "torch": str(torch.__version__)}
     try:
-        if package == "transformers":
-            model, inputs, _ = coverage.transformers_model(known, device)
-        else:
-            model, inputs, _ = coverage.vision_model(package, known, device)
+        model, inputs, _ = coverage.made(name, device)
         return row | compared(model, inputs(0))
     except Exception as error:
         return row | {"error": f"{type(error).__name__}: {first_line(error)}"}
@@ -131,8 +124,7 @@ def _told(counts: dict[str, int]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare what the file does not hold yet."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
+    parser = options(__doc__)
     parser.add_argument("--names", nargs="+")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--table", action="store_true")
@@ -141,19 +133,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.table or given.check:
         rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
         text = filled(PAGE.read_text(), {"lowering": table(rows)})
-        changed = text != PAGE.read_text()
-        if changed and given.table:
-            PAGE.write_text(text)
-        return int(given.check and changed)
-    done = set()
-    with suppress(FileNotFoundError, TypeError):
-        done = {json.loads(line)["name"] for line in Path(given.out).read_text().splitlines()}
+        return publish({PAGE: text}, "lowering --table", check=given.check)
     groups: dict[str, list[str]] = json.loads(coverage.LIST.read_text())
     names = given.names or sorted({name for names in groups.values() for name in names})
-    for row in coverage.run([(name, given.device) for name in names if name not in done], measure):
-        if given.out:
-            with given.out.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+    for row in coverage.run([(name, given.device) for name in names], given.out, measure):
         print(json.dumps(row), flush=True)
     return 0
 

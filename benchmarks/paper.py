@@ -14,12 +14,15 @@ import argparse
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import StatisticsError, correlation, geometric_mean, mean
+from statistics import geometric_mean, mean
 from typing import NamedTuple
 
+from scipy.stats import spearmanr
+
+from benchmarks.common import ROOT, filled, publish
 from benchmarks.paper_rows import BASELINES, LARGE, PREPARE_MEAN_S, PREPARE_MOST_S, PUBLISHED, ROWS, STREAMS_ALONE
 from benchmarks.store import Record, ratio, read
-from benchmarks.table import NOTHING, ROOT, filled
+from benchmarks.table import NOTHING
 from nimble_core.ir.measurement import Ratio
 
 STORE = ROOT / "benchmarks" / "results" / "paper-h200.jsonl.gz"
@@ -188,11 +191,6 @@ def _reason(ways: Ways, way: str, here: float, published: float) -> str:
     return said
 
 
-def _ranks(values: Sequence[float]) -> list[float]:
-    ordered = sorted(values)
-    return [ordered.index(one) + ordered.count(one) / 2 for one in values]
-
-
 class Gain(NamedTuple):
     """What streams alone gain a model (surely, where undecided), how many calls can run at once, and MACs."""
 
@@ -235,12 +233,10 @@ def _others(rows: Rows) -> Iterable[list[str]]:
         yield ["streams alone gain", f"{STREAMS_ALONE}x at most", f"{most:.2f}x at most",
                verdict(most, STREAMS_ALONE), why]  # fmt: skip
     for at, what, sign in ((1, "more with concurrency", 1), (2, "less with MACs", -1)):
-        try:
-            rank = sign * correlation(*(_ranks([float(one[k]) for one in found]) for k in (0, at)))
-        except StatisticsError:  # of fewer than two models, or all alike
-            continue
-        said = f"rank correlation {sign * rank:.2f}"
-        yield [f"streams gain {what}", "said, no figure", said, verdict(rank, 0.5, 0.2), f"{len(found)} models"]
+        if min(len({one[k] for one in found}) for k in (0, at)) > 1:  # what is all alike has no ranks
+            rank = float(spearmanr([one.speed for one in found], [one[at] for one in found]).statistic)
+            said, judged = f"rank correlation {rank:.2f}", verdict(sign * rank, 0.5, 0.2)
+            yield [f"streams gain {what}", "said, no figure", said, judged, f"{len(found)} models"]
     if spent := [prepared_s(ways["streams"]) for _, ways in _of(rows, training=False, way="streams")]:
         for what, here, published in (("mean", mean(spent), PREPARE_MEAN_S), ("most", max(spent), PREPARE_MOST_S)):
             why = "record, schedule and capture; checks and measured choice come on top"
@@ -287,13 +283,8 @@ def main(arguments: Sequence[str] | None = None, page: Path = PAGE) -> int:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--store", type=Path, default=STORE)
     given = parser.parse_args(arguments)
-    written = page.read_text(encoding="utf-8")
-    text = filled(written, parts(rows_of(read(given.store))))
-    if given.check and text != written:
-        print(f"{page.name} does not say what the store does: python -m benchmarks.paper", file=sys.stderr)
-    elif not given.check:
-        page.write_text(text, encoding="utf-8")
-    return int(given.check and text != written)
+    text = filled(page.read_text(encoding="utf-8"), parts(rows_of(read(given.store))))
+    return publish({page: text}, "paper", check=given.check)
 
 
 if __name__ == "__main__":

@@ -16,28 +16,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from statistics import median
 from typing import Any
 
+import pandas
 import torch
 from torch import nn
 
-from benchmarks.common import options, write
+from benchmarks.common import in_process, options, write
 from benchmarks.models import ROWS, Inference, Inputs, load
 from nimble_core import Nimble, Options
 from nimble_core.profiling.machine import environment
 from nimble_core.torch_compat.compiler import COUNTERS
 
-ROOT = Path(__file__).parent.parent
 STARTS = ("cold", "warm")
 WAYS = {
     "cpu": ("ours", "ours compiled", "ours first", "torch.compile"),
@@ -78,10 +74,10 @@ def both_starts(row: str, way: str, device: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         own = {name: f"{folder}/{name}" for name in CACHES} | ({"OMP_NUM_THREADS": "1"} if device == "cpu" else {})
         for start in STARTS:
-            command = [sys.executable, "-m", "benchmarks.preparation", "--device", device, "--child", f"{row}/{way}"]
-            done = subprocess.run(command, cwd=ROOT, env=os.environ | own, capture_output=True, text=True)
-            lines = (done.stdout if done.returncode == 0 else done.stderr).splitlines()
-            sample = json.loads(lines[-1]) if done.returncode == 0 else {"error": lines[-1][:300] if lines else "died"}
+            try:
+                sample = in_process("benchmarks.preparation", "--device", device, "--child", f"{row}/{way}", **own)
+            except RuntimeError as error:
+                sample = {"error": str(error)[:300]}
             found.append({"row": row, "way": way, "start": start, **sample})
             print(line(found[-1]), flush=True)
     return found
@@ -153,21 +149,15 @@ def line(sample: dict[str, Any]) -> str:
 
 def table(taken: Sequence[dict[str, Any]]) -> list[str]:
     """Medians of wall and CPU time by row, way and start, as a Markdown table, with ratios to ``torch.compile``."""
-    right = [one for one in taken if "error" not in one]
-    rows, ways = (list(dict.fromkeys(one[name] for one in taken)) for name in ("row", "way"))
+    ways = list(dict.fromkeys(one["way"] for one in taken))
+    samples = pandas.DataFrame(one for one in taken if "error" not in one)
+    medians = samples.groupby(["row", "start", "way"], sort=False)[["wall_s", "cpu_s"]].median().unstack("way")
     lines = ["| row | start | " + " | ".join(ways) + " |", "| --- | --- |" + " ---: |" * len(ways)]
-
-    def middle(name: str, row: str, start: str, way: str) -> float:
-        samples = [one[name] for one in right if (one["row"], one["start"], one["way"]) == (row, start, way)]
-        return median(samples) if samples else float("nan")
-
-    def cell(row: str, start: str, way: str) -> str:
-        wall, cpu = (middle(name, row, start, way) for name in ("wall_s", "cpu_s"))
-        return f"{wall:.1f} s, {cpu:.1f} s CPU ({cpu / middle('cpu_s', row, start, 'torch.compile'):.2f}x)"
-
-    for row in rows:
-        for start in STARTS:
-            lines.append(f"| {row} | {start} | {' | '.join(cell(row, start, way) for way in ways)} |")
+    for (row, start), seconds in medians.iterrows():
+        wall, cpu = (seconds[name].reindex(ways) for name in ("wall_s", "cpu_s"))
+        over = cpu / cpu.get("torch.compile", float("nan"))
+        cells = (f"{wall[way]:.1f} s, {cpu[way]:.1f} s CPU ({over[way]:.2f}x)" for way in ways)
+        lines.append(f"| {row} | {start} | {' | '.join(cells)} |")
     return lines
 
 

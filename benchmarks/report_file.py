@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.common import options, write
+from benchmarks.common import ROOT, in_process, options, write
 from nimble_core.profiling.machine import environment
 from nimble_core.utils.units import format_ns
 from nimble_viz import load
 from nimble_viz.render.report import Report
 
-ROOT = Path(__file__).parent.parent
 CALLS = 10_000
 LIMIT_S = 1.0
 """Most seconds for saving, and for loading."""
@@ -76,8 +74,7 @@ def main() -> int:
     failed, rows, stamp = False, {}, environment("cpu")
     for name, make in reports(given.calls).items():
         if given.cold:
-            command = [sys.executable, "-m", "benchmarks.report_file", "--only", name, "--calls", str(given.calls)]
-            row = json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+            row = in_process("benchmarks.report_file", "--only", name, "--calls", str(given.calls))
         else:
             row = measured(make(), given.rounds)
         rows[name] = row

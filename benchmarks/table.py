@@ -16,17 +16,16 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
 from benchmarks import training_ways
 from benchmarks import ways as inference_ways
+from benchmarks.common import ROOT, filled, publish
 from benchmarks.models import ROWS
 from benchmarks.store import OURS, Record, ratio, read
 from nimble_core.ir.measurement import Ratio
 
-ROOT = Path(__file__).parents[1]
 STORES = tuple(ROOT / "benchmarks" / "results" / f"{gpu}.jsonl.gz" for gpu in ("h200",))
 EAGERS_KERNELS = ROOT / "benchmarks" / "results" / "cuda-h200.json"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
@@ -244,16 +243,6 @@ def _where(rows: Mapping[str, Mapping[str, Record]]) -> str:
     )
 
 
-def filled(page: str, parts: Mapping[str, str]) -> str:
-    """Return a page with each part between its two marks; parts without marks are not for this page."""
-    for name, text in parts.items():
-        mark = f"<!-- {name} -->"
-        if page.count(mark) == 2:
-            before, _, after = page.split(mark)
-            page = f"{before}{mark}\n{text}\n{mark}{after}"
-    return page
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Fill the pages, or say which are not up to date."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -266,13 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "speed": speed(stores),
         "streams": streams(json.loads(EAGERS_KERNELS.read_text())["models"]),
     }
-    changed = [path for path in PAGES if filled(path.read_text(), parts) != path.read_text()]
-    for path in changed:
-        if given.check:
-            print(f"{path.name} does not say what the stores do: python -m benchmarks.table", file=sys.stderr)
-        else:
-            path.write_text(filled(path.read_text(), parts))
-    return int(given.check and bool(changed))
+    return publish({path: filled(path.read_text(), parts) for path in PAGES}, "table", check=given.check)
 
 
 if __name__ == "__main__":
