@@ -2,7 +2,7 @@
 
 All are written from their papers. The first three are stacks of one cell that keeps the size and one that halves it.
 A cell reads the outputs of the two cells before it, so that many of its operations can run at once: which ones it has
-is data, a :class:`Genotype`, and :class:`Cell` builds any. Training's auxiliary head, dropout and drop-path do nothing
+is data, a :class:`Genotype`. Training's auxiliary head, dropout and drop-path do nothing
 in inference and are left out; published counts of parameters and multiply-adds leave the head out, too.
 
     Zoph, Vasudevan, Shlens, Le, "Learning Transferable Architectures for Scalable Image Recognition", CVPR 2018
@@ -14,7 +14,6 @@ in inference and are left out; published counts of parameters and multiply-adds 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -22,85 +21,49 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class Node(NamedTuple):
-    """A state of a cell: the sum of two operations, each named in :data:`OPERATIONS`, on two earlier states."""
-
-    left: str
-    left_of: int
-    right: str
-    right_of: int
-
-
-@dataclass(frozen=True, slots=True)
-class Genotype:
-    """What a cell computes.
-
-    States 0 and 1 are the outputs of the cell before the last and of the last one, brought to the cell's width; node
-    ``i`` makes state ``i + 2``.
+class Genotype(NamedTuple):
+    """What a cell computes: states, of which 0 and 1 are the outputs of the cell before the last and of the last one.
 
     Attributes:
-        nodes: in order; each reads states before its own.
+        nodes: each makes the next state, the sum of two of :data:`OPERATIONS`, each on a state before its own.
         outputs: states whose channels, concatenated, are the cell's output.
     """
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[tuple[tuple[str, int], ...], ...]
     outputs: tuple[int, ...]
 
 
-def genotype(nodes: str, outputs: tuple[int, ...]) -> Genotype:
-    """Read nodes from text, with ``;`` between them: two operations, each followed by the state that it reads."""
-    pairs = ([part.strip().rpartition(" ") for part in node.split("+")] for node in nodes.split(";"))
-    return Genotype(
-        tuple(Node(left, int(of), right, int(other)) for (left, _, of), (right, _, other) in pairs), outputs
-    )
+def _genotype(outputs: tuple[int, ...], nodes: str) -> Genotype:
+    """Read nodes from text: names of operations, each before the state that it reads."""
+    pairs = ((part.strip().rpartition(" ") for part in node.split("+")) for node in nodes.split(";"))
+    return Genotype(tuple(tuple((name, int(of)) for name, _, of in pair) for pair in pairs), outputs)
 
 
-@dataclass(frozen=True, slots=True)
-class Search:
-    """What a search found: the cell that keeps the size and the one that halves it."""
+Search = tuple[Genotype, Genotype]
+"""What a search found: the cell that keeps the size and the one that halves it."""
 
-    normal: Genotype
-    reduction: Genotype
-
-
-NASNET_A = Search(
-    genotype(
-        "separable 5x5 1 + separable 3x3 0; separable 5x5 0 + separable 3x3 0; average 3x3 1 + identity 0;"
-        "average 3x3 0 + average 3x3 0; separable 3x3 1 + identity 1",
-        (0, 2, 3, 4, 5, 6),
-    ),
-    genotype(
-        "separable 5x5 1 + separable 7x7 0; max 3x3 1 + separable 7x7 0; average 3x3 1 + separable 5x5 0;"
-        "identity 3 + average 3x3 2; separable 3x3 2 + max 3x3 1",
-        (3, 4, 5, 6),
-    ),
-)
+NASNET_A: Search = (
+    _genotype((0, 2, 3, 4, 5, 6), """separable 5x5 1 + separable 3x3 0; separable 5x5 0 + separable 3x3 0;
+        average 3x3 1 + identity 0; average 3x3 0 + average 3x3 0; separable 3x3 1 + identity 1"""),
+    _genotype((3, 4, 5, 6), """separable 5x5 1 + separable 7x7 0; max 3x3 1 + separable 7x7 0;
+        average 3x3 1 + separable 5x5 0; identity 3 + average 3x3 2; separable 3x3 2 + max 3x3 1"""),
+)  # fmt: skip
 """Zoph et al., figure 4."""
 
-AMOEBANET_A = Search(
-    genotype(
-        "average 3x3 1 + max 3x3 1; separable 3x3 0 + identity 0; identity 1 + average 3x3 0;"
-        "separable 3x3 1 + separable 5x5 2; average 3x3 5 + separable 3x3 1",
-        (0, 3, 4, 6),
-    ),
-    genotype(
-        "separable 3x3 0 + average 3x3 1; max 3x3 1 + separable 7x7 2; max 3x3 0 + max 3x3 1;"
-        "separable 3x3 4 + 1x7 7x1 1; average 3x3 0 + separable 7x7 1",
-        (2, 3, 4, 5, 6),
-    ),
-)
+AMOEBANET_A: Search = (
+    _genotype((0, 3, 4, 6), """average 3x3 1 + max 3x3 1; separable 3x3 0 + identity 0; identity 1 + average 3x3 0;
+        separable 3x3 1 + separable 5x5 2; average 3x3 5 + separable 3x3 1"""),
+    _genotype((2, 3, 4, 5, 6), """separable 3x3 0 + average 3x3 1; max 3x3 1 + separable 7x7 2; max 3x3 0 + max 3x3 1;
+        separable 3x3 4 + 1x7 7x1 1; average 3x3 0 + separable 7x7 1"""),
+)  # fmt: skip
 """Real et al., figure 5. Published counts come out only if states that are read inside are outputs too, as here."""
 
-DARTS_V2 = Search(
-    genotype(
-        "separable 3x3 0 + separable 3x3 1; separable 3x3 0 + separable 3x3 1; separable 3x3 1 + identity 0;"
-        "identity 0 + dilated 3x3 2",
-        (2, 3, 4, 5),
-    ),
-    genotype(
-        "max 3x3 0 + max 3x3 1; identity 2 + max 3x3 1; max 3x3 0 + identity 2; identity 2 + max 3x3 1", (2, 3, 4, 5)
-    ),
-)
+DARTS_V2: Search = (
+    _genotype((2, 3, 4, 5), """separable 3x3 0 + separable 3x3 1; separable 3x3 0 + separable 3x3 1;
+        separable 3x3 1 + identity 0; identity 0 + dilated 3x3 2"""),
+    _genotype((2, 3, 4, 5), """max 3x3 0 + max 3x3 1; identity 2 + max 3x3 1; max 3x3 0 + identity 2;
+        identity 2 + max 3x3 1"""),
+)  # fmt: skip
 """Liu et al., figures 4 and 5: the cells of the second order search."""
 
 Operation = Callable[[int, int, int], nn.Module]
@@ -208,14 +171,14 @@ class Cell(nn.Module):
         def operation(name: str, of: int) -> nn.Module:
             return OPERATIONS[name](before_width if of == 0 else width, width, stride if of < 2 else 1)
 
-        self.lefts = nn.ModuleList(operation(node.left, node.left_of) for node in genotype.nodes)
-        self.rights = nn.ModuleList(operation(node.right, node.right_of) for node in genotype.nodes)
+        self.lefts = nn.ModuleList(operation(*left) for left, _ in genotype.nodes)
+        self.rights = nn.ModuleList(operation(*right) for _, right in genotype.nodes)
 
     def forward(self, before: Tensor, last: Tensor) -> Tensor:
         """Return the output, of shape (batch, width · outputs, h / stride, w / stride)."""
         states = [self.before(before), self.last(last)]
-        for node, left, right in zip(self.genotype.nodes, self.lefts, self.rights, strict=True):
-            states.append(left(states[node.left_of]) + right(states[node.right_of]))
+        for ((_, one), (_, other)), left, right in zip(self.genotype.nodes, self.lefts, self.rights, strict=True):
+            states.append(left(states[one]) + right(states[other]))
         return torch.cat([states[index] for index in self.genotype.outputs], 1)
 
 
@@ -267,10 +230,10 @@ def _stacks(search: Search, repeats: int, width: int) -> CellNetwork:
 
     Zoph et al., figure 2. The width doubles at every reduction; the first stack's is ``width``.
     """
-    layers = [(search.reduction, width // 4, 2), (search.reduction, width // 2, 2)]
+    normal, reduction = search
+    layers = [(reduction, width // 4, 2), (reduction, width // 2, 2)]
     for stack in range(3):
-        layers += [(search.reduction, width << stack, 2)] * bool(stack)
-        layers += [(search.normal, width << stack, 1)] * repeats
+        layers += [(reduction, width << stack, 2)] * bool(stack) + [(normal, width << stack, 1)] * repeats
     stem = nn.Sequential(nn.Conv2d(3, 32, 3, 2, bias=False), nn.BatchNorm2d(32))
     return CellNetwork(stem, None, 32, layers)
 
@@ -299,7 +262,7 @@ def darts() -> CellNetwork:
     for index in range(cells):
         doublings = (index >= cells // 3) + (index >= 2 * cells // 3)
         reduces = index in (cells // 3, 2 * cells // 3)
-        layers.append((DARTS_V2.reduction if reduces else DARTS_V2.normal, width << doublings, 1 + reduces))
+        layers.append((DARTS_V2[reduces], width << doublings, 1 + reduces))
     return CellNetwork(stem, _conv_norm(width, width, 3, 2), width, layers)
 
 
