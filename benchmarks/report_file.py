@@ -2,30 +2,26 @@
 
 ``python -m benchmarks.report_file`` makes reports of 10,000 calls (as they are, and fused, with the eager calls beside
 them; both with three timelines), saves and loads each a few times, prints the fastest of each, and fails (exit status
-1) where a limit is missed. A new process for each measurement with ``--cold``: what a first load after an import takes.
+1) where a limit is missed.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.common import ROOT, in_process, options, write
+from benchmarks.common import ROOT, options, write
 from nimble_core.profiling.machine import environment
 from nimble_core.utils.units import format_ns
 from nimble_viz import load
 from nimble_viz.render.report import Report
 
 CALLS = 10_000
-LIMIT_S = 1.0
-"""Most seconds for saving, and for loading."""
-LIMIT_BYTES = 5_000_000
-"""Largest file."""
+LIMIT_S, LIMIT_BYTES = 1.0, 5_000_000
+"""Most seconds for saving, and for loading; largest file."""
 
 
 def reports(calls: int = CALLS) -> dict[str, Callable[[], Report]]:
@@ -38,7 +34,7 @@ def reports(calls: int = CALLS) -> dict[str, Callable[[], Report]]:
 
 def measured(report: Report, rounds: int) -> dict[str, float]:
     """Fastest seconds of saving and of loading, and bytes of the file."""
-    saved, loaded = [], []
+    saved, loaded = list[float](), list[float]()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "large.nimble"
         for _ in range(rounds):
@@ -54,9 +50,7 @@ def measured(report: Report, rounds: int) -> dict[str, float]:
 
 def missed(row: dict[str, float]) -> list[str]:
     """Describe the limits that a row misses."""
-    found = [
-        f"{what} {row[key]:.2f} s" for what, key in (("saving", "save_s"), ("loading", "load_s")) if row[key] > LIMIT_S
-    ]
+    found = [f"{what} {row[what]:.2f} s" for what in ("save_s", "load_s") if row[what] > LIMIT_S]
     return found + [f"{row['bytes']:,.0f} bytes"] * (row["bytes"] > LIMIT_BYTES)
 
 
@@ -65,27 +59,14 @@ def main() -> int:
     parser = options(__doc__)
     parser.add_argument("--calls", type=int, default=CALLS, help=f"calls of each report (default: {CALLS:,})")
     parser.add_argument("--rounds", type=int, default=5, help="of saving and loading (default: 5)")
-    parser.add_argument("--cold", action="store_true", help="each report in a process of its own, once")
-    parser.add_argument("--only", default="", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.only:
-        print(json.dumps(measured(reports(given.calls)[given.only](), 1)))
-        return 0
-    failed, rows, stamp = False, {}, environment("cpu")
+    stamp, rows = environment("cpu"), dict[str, dict[str, float]]()
     for name, make in reports(given.calls).items():
-        if given.cold:
-            row = in_process("benchmarks.report_file", "--only", name, "--calls", str(given.calls))
-        else:
-            row = measured(make(), given.rounds)
-        rows[name] = row
-        wrong = missed(row)
-        failed |= bool(wrong)
-        figures = (
-            f"save {format_ns(row['save_s'] * 1e9)}, load {format_ns(row['load_s'] * 1e9)}, {row['bytes']:,} bytes"
-        )
-        print(f"{name}, {given.calls:,} calls: {figures}" + (f"; MISSED: {', '.join(wrong)}" if wrong else ""))
-    write(given.out, {"calls": given.calls, "cold": given.cold, "reports": rows}, stamp)
-    return int(failed)
+        rows[name] = row = measured(make(), given.rounds)
+        times = f"save {format_ns(row['save_s'] * 1e9)}, load {format_ns(row['load_s'] * 1e9)}, {row['bytes']:,} bytes"
+        print(f"{name}, {given.calls:,} calls: {times}", *missed(row), sep="; MISSED: ")
+    write(given.out, {"calls": given.calls, "reports": rows}, stamp)
+    return int(any(map(missed, rows.values())))
 
 
 if __name__ == "__main__":
