@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from statistics import correlation, linear_regression, median, quantiles
+from statistics import linear_regression, median, quantiles
 from typing import Any
 
 import torch
@@ -35,11 +35,7 @@ from nimble_core.tracing.recorded import Recorded, state_kept
 
 MODELS = ("GoogLeNet", "BERT-base 128", "MobileNetV2")
 DTYPES = ("float32", "float16")
-REPLAYS = 11
-NCU_REPLAYS = 3
-SHORT_NS = 5_000.0
-"""Kernels shorter than this are judged apart: the tools' clocks tick in steps of tens of nanoseconds."""
-
+REPLAYS, NCU_REPLAYS = 11, 3
 Timed = tuple[str, float]
 """A kernel's own name, without types, and its duration in nanoseconds."""
 
@@ -147,14 +143,9 @@ def durations(printed: str) -> list[Timed]:
     start = printed.find('"ID"')
     rows = csv.DictReader(io.StringIO(printed[start:])) if start >= 0 else ()
     scale = {"ns": 1.0, "nsecond": 1.0, "us": 1e3, "usecond": 1e3, "ms": 1e6, "msecond": 1e6}
-    return [
-        (
-            short_kernel_name(row["Kernel Name"]),
-            float(row["Metric Value"].replace(",", "")) * scale[row["Metric Unit"]],
-        )
-        for row in rows
-        if row.get("Metric Name") == "gpu__time_duration.sum"
-    ]
+    times = [row for row in rows if row.get("Metric Name") == "gpu__time_duration.sum"]
+    values = (float(row["Metric Value"].replace(",", "")) * scale[row["Metric Unit"]] for row in times)
+    return list(zip((short_kernel_name(row["Kernel Name"]) for row in times), values, strict=True))
 
 
 def medians(seen: Sequence[Timed], replays: int) -> list[Timed]:
@@ -175,39 +166,29 @@ def medians(seen: Sequence[Timed], replays: int) -> list[Timed]:
 
 def compared(tools: Mapping[str, Sequence[Timed]]) -> dict[str, Any]:
     """Each kernel with its times, and for every other tool how ours stand to its."""
-    mine = tools["nimble"]
-    against: dict[str, Any] = {}
+    mine, against = tools["nimble"], dict[str, Any]()
+    kernels: list[dict[str, Any]] = [{"name": name, "nimble": ns} for name, ns in mine]
     for tool, theirs in tools.items():
         if tool == "nimble":
             continue
-        if [name for name, _ in mine] != [name for name, _ in theirs]:
-            against[tool] = {"kernels": len(theirs), "joined": 0}
-            continue
-        pairs = [(ns, other) for (_, ns), (_, other) in zip(mine, theirs, strict=True)]
-        ratios = [ns / other for ns, other in pairs]
-        longer = [ns / other for ns, other in pairs if other >= SHORT_NS]
-        against[tool] = {
-            "kernels": len(theirs),
-            "joined": len(pairs),
-            "sum": sum(ns for ns, _ in pairs) / sum(other for _, other in pairs),
-            "quartiles": quantiles(ratios, n=4),
-            "quartiles from 5 us": quantiles(longer, n=4) if len(longer) > 1 else [],
-            "correlation": correlation(*zip(*pairs, strict=True)),
-            "theirs of ours": dict(zip(("slope", "added_ns"), fitted(pairs), strict=True)),
-        }
-    same = {tool: of for tool, of in tools.items() if tool == "nimble" or against[tool]["joined"]}
-    return {
-        "kernels": [
-            {"name": name, **{tool: of[at][1] for tool, of in same.items()}} for at, (name, _) in enumerate(mine)
-        ],
-        "ours over": against,
-    }
+        against[tool] = {"kernels": len(theirs), "joined": 0}
+        if [name for name, _ in mine] == [name for name, _ in theirs]:
+            pairs = [(ns, other) for (_, ns), (_, other) in zip(mine, theirs, strict=True)]
+            ours_ns, theirs_ns = zip(*pairs, strict=True)
+            against[tool] |= {
+                "joined": len(pairs),
+                "sum": sum(ours_ns) / sum(theirs_ns),
+                "quartiles": quantiles([ns / other for ns, other in pairs], n=4),
+                "theirs of ours": dict(zip(("slope", "added_ns"), fitted(pairs), strict=True)),
+            }
+            for kernel, ns in zip(kernels, theirs_ns, strict=True):
+                kernel[tool] = ns
+    return {"kernels": kernels, "ours over": against}
 
 
 def fitted(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """``(slope, intercept in ns)`` of their times over ours: a tool that waits around each kernel adds a constant."""
-    mine, theirs = zip(*pairs, strict=True)
-    line = linear_regression(mine, theirs)
+    line = linear_regression(*zip(*pairs, strict=True))
     return line.slope, line.intercept
 
 
@@ -218,13 +199,10 @@ def lines(key: str, result: Mapping[str, Any]) -> list[str]:
         if not found["joined"]:
             said.append(f"{key}: {tool} saw {found['kernels']} kernels, other ones than ours")
             continue
-        low, middle, high = found["quartiles"]
-        fit = found["theirs of ours"]
-        each = f"kernel by kernel {middle:.3f} ({low:.3f} to {high:.3f})"
-        said.append(
-            f"{key}: ours over {tool}: sum {found['sum']:.3f}, {each}, {found['joined']} kernels, "
-            f"correlation {found['correlation']:.4f}; theirs = {fit['slope']:.3f} ours {fit['added_ns']:+.0f} ns"
-        )
+        (low, middle, high), fit = found["quartiles"], found["theirs of ours"]
+        each = f"kernel by kernel {middle:.3f} ({low:.3f} to {high:.3f}), {found['joined']} kernels"
+        line = f"theirs = {fit['slope']:.3f} ours {fit['added_ns']:+.0f} ns"
+        said.append(f"{key}: ours over {tool}: sum {found['sum']:.3f}, {each}; {line}")
     return [*said, *(f"{key}: {note}" for note in result["notes"])]
 
 

@@ -3,7 +3,7 @@
     python -m benchmarks.policies --out benchmarks/results/policies-h200.json
 
 For every model and dtype, with eager's kernels, in one run: eager, whole calls on one stream and by ``nimble`` (copies
-included), bare replays under each policy, ``nimble`` and ``contention`` also on fewer streams and under a memory limit,
+included), bare replays under each policy, ``nimble`` and ``contention`` also under a memory limit,
 ``nimble`` without shared memory, and what ``policy="auto"`` chose. All are timed in turn, each sample after an untimed
 run of the same: by the host's clock (``replay``, one replay and a synchronisation), and replays by the GPU's (``back to
 back``, mean of 5 in a row). Speeds are above 1 where the first is faster. Plans that several policies agree on are
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
@@ -52,9 +51,8 @@ MODELS = (
 """What scheduling is measured on: wide graphs and narrow ones."""
 
 OURS = ("nimble", "contention")
-"""Policies that are also measured on fewer streams and under a memory limit."""
+"""Policies that are also measured under a memory limit."""
 
-CAPS = (2, 3, 4, 8)
 LIMIT = 1.25
 """Size of the arena under a memory limit, in arenas of one stream."""
 
@@ -85,13 +83,10 @@ def one_model(name: str, dtype: str, seconds: float) -> dict[str, Any]:
     model, args, kwargs = example(name, dtype)
     with torch.inference_mode():
         model(*args, **kwargs)
-    start = time.perf_counter()
     net = Nimble(model, Options(fuse="none")).prepare(*args, **kwargs)
-    prepare_s = time.perf_counter() - start
     device, recorded = recorded_on(model, args, kwargs)
     with state_kept(recorded):
         result = measured(device, recorded, net.engines[0], replays_in_a_row_ns, seconds)
-    result["auto"]["prepare s"] = prepare_s
     net.close()
     return result
 
@@ -141,7 +136,8 @@ def measured(
 
         single = kept(capture(device, recorded, schedule_by(recorded, "single", None, 1)))
         model = Model(device, recorded, single, observe(device, recorded, single, seconds=0.5).costs)
-        plans, made = {"single": single.schedule, **planned(model)}, {"single": single}
+        plans, made = {"single": single.schedule}, {"single": single}
+        plans |= {name: schedule_by(recorded, name, model.costs, None) for name in POLICIES if name not in plans}
         same = duplicates(plans)
         for name, schedule in plans.items():
             if name not in made and name not in same:
@@ -177,23 +173,14 @@ def measured(
     }
 
 
-def planned(model: Model) -> dict[str, Schedule]:
-    """Plan with each policy without a cap on streams, and with ours under several caps."""
-    wanted: dict[str, tuple[str, int | None]] = {policy: (policy, None) for policy in POLICIES if policy != "single"}
-    wanted |= {f"{policy}, {cap} streams": (policy, cap) for policy in OURS for cap in CAPS}
-    return {name: schedule_by(model.recorded, policy, model.costs, cap) for name, (policy, cap) in wanted.items()}
-
-
 def duplicates(plans: Mapping[str, Schedule]) -> dict[str, str]:
     """Names of plans that are equal to an earlier one, with the name of that one."""
     first: dict[tuple[Any, ...], str] = {}
-    same = {}
-    for name, plan in plans.items():
-        priority = plan.priority if any(plan.priority) else ()
-        known = first.setdefault((plan.stream, plan.order, plan.syncs, priority), name)
-        if known != name:
-            same[name] = known
-    return same
+    names = {
+        name: first.setdefault((plan.stream, plan.order, plan.syncs, any(plan.priority) and plan.priority), name)
+        for name, plan in plans.items()
+    }
+    return {name: known for name, known in names.items() if known != name}
 
 
 def limited(model: Model, executable: Executable) -> tuple[Executable | None, dict[str, Any]]:
@@ -291,7 +278,6 @@ def summary(models: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
             policy: speeds({key: (found[policy], found["single"]) for key, found in of.items()})
             for policy in next(iter(of.values()))
         },
-        "auto prepare s": spread({key: found["auto"]["prepare s"] for key, found in of.items()}),
         "simulation error": {"plans": len(errors), "median": median(errors)},
         "memory limit": {
             "skipped": sum("skipped" in limit for limit in limits.values()),
