@@ -9,29 +9,24 @@ where more than five verdicts in a thousand are wrong.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from scipy.signal import lfilter
 
+from benchmarks.common import ROOT, filled, options, publish
 from nimble_core.algorithms.median_interval import ERROR, FEWEST, FIRST_LOOK, median_interval
 from nimble_core.ir.measurement import Ratio, Verdict
-
-__all__ = ["DOCS", "MARK", "NOISES", "SLOW", "faults", "looks", "plain", "said", "table", "verdict"]
 
 Noise = Callable[[np.random.Generator, int], Any]
 """Logarithms of times: of so many calls, one after the other."""
 
-DOCS = Path(__file__).parents[1] / "docs" / "verdicts.md"
-MARK = "<!-- simulated -->"
-
+PAGE = ROOT / "docs" / "verdicts.md"
 LONGEST = 2048
 TRUE = (1.0, 1.1)
 """Speeds of the one way over the other."""
@@ -95,16 +90,7 @@ NOISES: dict[str, Noise] = {
     "autocorrelated, 0.95": autocorrelated(0.95),
 }
 
-SLOW = {
-    name: NOISES[name]
-    for name in (
-        "white, 5%",
-        "bimodal, 50% of calls",
-        "in phases of 2 calls",
-        "autocorrelated, 0.8",
-        "autocorrelated, 0.9",
-    )
-}
+SLOW = ("white, 5%", "bimodal, 50% of calls", "in phases of 2 calls", "autocorrelated, 0.8", "autocorrelated, 0.9")
 """For models so slow that few rounds fit in the time."""
 
 
@@ -118,15 +104,17 @@ def looks() -> Iterator[int]:
 
 def said(logs: Any) -> Verdict:
     """Decide on these logarithms of paired ratios."""
-    low, middle, high = map(math.exp, median_interval(logs))
-    return Ratio("new", "old", middle, low, high).verdict
+    return _rule(*median_interval(logs))
 
 
 def plain(logs: Any) -> Verdict:
     """Decide by a 95% interval of the mean."""
-    half = 1.96 * logs.std(ddof=1) / math.sqrt(len(logs))
-    low, middle, high = (math.exp(logs.mean() + by) for by in (-half, 0.0, half))
-    return Ratio("new", "old", middle, low, high).verdict
+    middle, half = logs.mean(), 1.96 * logs.std(ddof=1) / math.sqrt(len(logs))
+    return _rule(middle - half, middle, middle + half)
+
+
+def _rule(low: float, middle: float, high: float) -> Verdict:
+    return Ratio("new", "old", *map(math.exp, (middle, low, high))).verdict
 
 
 def verdict(
@@ -134,22 +122,18 @@ def verdict(
 ) -> tuple[Verdict, int]:
     """Return the first verdict on two ways whose speeds differ by ``true``, and after how many rounds it came."""
     logs = noise(draw, LONGEST) + math.log(true) - noise(draw, LONGEST)
-    found: Verdict = "undecided"
-    count = 0
+    found: tuple[Verdict, int] = "undecided", 0
     for count in counts:
-        found = judge(logs[:count])
-        if found != "undecided":
+        found = judge(logs[:count]), count
+        if found[0] != "undecided":
             break
-    return found, count
+    return found
 
 
 def faults(
-    noise: Noise,
-    true: float,
-    trials: int,
-    counts: Callable[[], Iterable[int]] = looks,
+    noise: Noise, true: float, trials: int, counts: Callable[[], Iterable[int]] = looks,
     judge: Callable[[Any], Verdict] = said,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Share of wrong verdicts and of none, and the median of rounds."""
     draw = np.random.default_rng(7)
     found = [verdict(noise, draw, true, counts(), judge) for _ in range(trials)]
@@ -169,18 +153,16 @@ def measured(trials: int) -> list[dict[str, Any]]:
             often = faults(noise, true, trials // 4, lambda: range(32, 641, 32), plain)
             rows.append({"noise": name, "true": true, **found, "wrong by plain intervals": often["wrong"]})
     for count in (FEWEST, 24):
-        for name, noise in SLOW.items():
-            found = faults(noise, 1.0, trials, partial(iter, (count,)))
+        for name in SLOW:
+            found = faults(NOISES[name], 1.0, trials, partial(iter, (count,)))
             rows.append({"noise": f"{name}, {count} rounds", "true": 1.0, **found})
     return rows
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Write a row for each noise, as Markdown."""
-    lines = [
-        "| noise of both ways | true ratio | wrong | undecided | rounds, median | wrong by plain intervals |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    heads = ("noise of both ways", "true ratio", "wrong", "undecided", "rounds, median", "wrong by plain intervals")
+    lines = [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
     for row in rows:
         beside = row.get("wrong by plain intervals")
         shares = f"{row['wrong']:.2%} | {row['undecided']:.0%} | {row['rounds']:.0f}"
@@ -191,16 +173,14 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> int:
     """Simulate, print and keep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
+    parser = options(__doc__)
     parser.add_argument("--trials", type=int, default=4000, help="of each row")
     given = parser.parse_args()
     rows = measured(given.trials)
     print(table(rows))
     if given.out:
         given.out.write_text(json.dumps({"trials": given.trials, "rows": rows}, indent=1) + "\n")
-        before, mark, rest = DOCS.read_text().partition(MARK)
-        DOCS.write_text(f"{before}{mark}\n{table(rows)}\n{MARK}{rest.partition(MARK)[2]}")
+        publish({PAGE: filled(PAGE.read_text(), {"simulated": table(rows)})}, "verdicts", check=False)
     return int(any(row["wrong"] > ERROR for row in rows))
 
 
