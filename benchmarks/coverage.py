@@ -14,6 +14,7 @@ A model counts as static where two eager runs on different values issue the same
 
 from __future__ import annotations
 
+import argparse
 import copy
 import gc
 import inspect
@@ -32,9 +33,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.common import ROOT, filled, options, publish
+from benchmarks.models import Noted
 from nimble_core import Nimble, Options, TrainStep
 from nimble_core.utils.errors import first_line
 from nimble_core.validation.bounds import BOUNDS, tolerance_for
@@ -194,18 +195,6 @@ def vision_model(package: str, name: str, device: str) -> tuple[torch.nn.Module,
     return model.eval().to(device), make, "default"
 
 
-class _Calls(TorchDispatchMode):
-    """Writes down each call: operator, shapes and types of tensors, other arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls.append(f"{func} {_told(args)} {_told(kwargs or {})}")
-        return func(*args, **(kwargs or {}))
-
-
 def _told(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return f"{value.dtype}{list(value.shape)}"
@@ -218,13 +207,12 @@ def _told(value: Any) -> Any:
 
 def why_not_static(model: torch.nn.Module, inputs: Inputs) -> str:
     """Empty for a static model; else the first call that differs between two runs on other values."""
-    runs = []
-    for turn in range(2):
+    runs: list[list[str]] = [[], []]
+    for turn, seen in enumerate(runs):
         torch.manual_seed(turn)
         given = inputs(turn)
-        with torch.no_grad(), _Calls() as seen:
+        with torch.no_grad(), Noted(lambda func, *given, seen=seen: seen.append(f"{func} {_told(given)}")):
             model(**given)
-        runs.append(seen.calls)
     if runs[0] == runs[1]:
         return ""
     with suppress(Exception):
@@ -250,13 +238,7 @@ def compared(model: torch.nn.Module, inputs: Inputs, options: Options) -> Row:
     net = Nimble(model, options).prepare(**inputs(100))
     worst, exact = 0.0, True
     for turn in range(FRESH):
-        runs = []
-        for one in (model, net):
-            torch.manual_seed(turn)
-            with torch.no_grad():
-                output = one(**inputs(turn))
-            runs.append((type(output), [tensor.clone() for tensor in tensors_of(output)]))
-        (kind, theirs), (mine, ours) = runs
+        (kind, theirs), (mine, ours) = (_ran(one, inputs, turn) for one in (model, net))
         if kind is not mine or len(theirs) != len(ours):
             told = f"outputs are {mine.__name__} of {len(ours)}, not {kind.__name__} of {len(theirs)}"
             return {"passes": False, "error": told}
@@ -266,6 +248,14 @@ def compared(model: torch.nn.Module, inputs: Inputs, options: Options) -> Row:
     convolves = any(isinstance(one, torch.nn.modules.conv._ConvNd) for one in model.modules())
     right = worst <= (tolerance_for(theirs) if convolves else BOUNDS["float32"].tolerance)
     return {"passes": right, "exact": exact, "error": "" if right else f"outputs are off by {worst:.1e}"}
+
+
+def _ran(model: Any, inputs: Inputs, turn: int) -> tuple[type, list[torch.Tensor]]:
+    """Type of an output, and its tensors."""
+    torch.manual_seed(turn)
+    with torch.no_grad():
+        output = model(**inputs(turn))
+    return type(output), [tensor.clone() for tensor in tensors_of(output)]
 
 
 def trained(model: torch.nn.Module, inputs: Inputs, options: Options) -> Row:
@@ -388,14 +378,20 @@ def results(folder: Path) -> list[Row]:
     ]
 
 
+def list_options(about: str | None) -> argparse.ArgumentParser:
+    """Options of a script that goes through the list."""
+    parser = options(about)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--names", nargs="+", help="all of the list by default")
+    parser.add_argument("--table", action="store_true", help="write the pages of what the results say")
+    parser.add_argument("--check", action="store_true", help="exit status 1 where the pages say something else")
+    return parser
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is due, or write the table."""
-    parser = options(__doc__)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser = list_options(__doc__)
     parser.add_argument("--group", action="append", choices=[*GROUPS], help="all of the device by default")
-    parser.add_argument("--names", nargs="+")
-    parser.add_argument("--table", action="store_true")
-    parser.add_argument("--check", action="store_true")
     given = parser.parse_args(arguments)
     if given.table or given.check:
         rows = results(RESULTS)

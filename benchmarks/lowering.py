@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from benchmarks import coverage
-from benchmarks.common import ROOT, filled, options, publish
+from benchmarks.common import ROOT, filled, publish
 from nimble_core import Nimble, Options
 from nimble_core.compiler.inductor import compile_graph
 from nimble_core.compiler.to_fx import lift
@@ -124,12 +124,7 @@ def _told(counts: dict[str, int]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare what the file does not hold yet."""
-    parser = options(__doc__)
-    parser.add_argument("--names", nargs="+")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--table", action="store_true")
-    parser.add_argument("--check", action="store_true")
-    given = parser.parse_args(arguments)
+    given = coverage.list_options(__doc__).parse_args(arguments)
     if given.table or given.check:
         rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
         text = filled(PAGE.read_text(), {"lowering": table(rows)})

@@ -14,31 +14,32 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.common import options, write
+from benchmarks.common import ROOT, options, write
 from benchmarks.report_file import CALLS, reports
 from nimble_core.profiling.machine import environment
 from nimble_viz.render.html import fragment, page
 from nimble_viz.render.report import Report
 
-LIMIT_S = 3.0
-"""Most seconds until a report of 10,000 calls is open."""
-LIMIT_FPS = 20.0
-"""Fewest frames a second while it is panned."""
+LIMIT_S, LIMIT_FPS = 3.0, 20.0
+"""Most seconds until a report of 10,000 calls is open; fewest frames a second while it is panned."""
 CORES = 2
 SIZE = {"width": 1280, "height": 800}
-FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update")
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+VIEWS = {
+    "DAG": ("dag", ""),
+    "DAG, all open": ("dag", "Open all"),
+    "DAG, all in sight": ("dag", "Fit"),
+    "timeline": ("timeline", ""),
+}
+"""The pane that is dragged, and what is clicked there before."""
 
 _TWO_FRAMES = "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done())))"
 _COUNT = """() => {
@@ -56,35 +57,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="of opening (default: 5)")
     parser.add_argument("--seconds", type=float, default=3.0, help="of panning each view (default: 3)")
     given = parser.parse_args(argv)
-    program = next((found for found in map(shutil.which, BROWSERS) if found), None)
-    if program is None:
-        parser.error(f"no browser: none of {', '.join(BROWSERS)} is on the PATH")
-    from playwright.sync_api import sync_playwright
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])  # the browser's processes inherit it
+    sys.path.insert(0, str(ROOT))
+    from tests.support.lab import chromium
 
-    rows = {}
-    with on_cores(CORES), sync_playwright() as playwright, tempfile.TemporaryDirectory() as folder:
-        stamp = environment("cpu")
-        browser = playwright.chromium.launch(executable_path=program, args=list(FLAGS))
+    stamp, rows = environment("cpu"), {}
+    with chromium() as browser, tempfile.TemporaryDirectory() as folder:
         name = f"Chromium {browser.version}, headless, {SIZE['width']} × {SIZE['height']}"
         for kind, make in reports(given.calls).items():
             rows[kind] = one_report(browser, make(), Path(folder), given.rounds, given.seconds)
             print(*lines(f"{kind}, {given.calls:,} calls", rows[kind]), sep="\n", flush=True)
-        browser.close()
     write(given.out, {"browser": name, "calls": given.calls, "reports": rows}, stamp)
-    wrong = [one for row in rows.values() for one in missed(row)]
-    print(*(f"MISSED: {one}" for one in wrong), sep="\n", end="\n" * bool(wrong))
+    wrong = [f"MISSED: {one}\n" for row in rows.values() for one in missed(row)]
+    print(*wrong, sep="", end="")
     return int(bool(wrong))
-
-
-@contextmanager
-def on_cores(count: int) -> Iterator[None]:
-    """Keep this process and those it starts on so many cores."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, sorted(before)[:count])
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 def one_report(browser: Any, report: Report, folder: Path, rounds: int, seconds: float) -> dict[str, Any]:
@@ -118,20 +104,14 @@ def one_report(browser: Any, report: Report, folder: Path, rounds: int, seconds:
 def panned(shown: Any, seconds: float) -> dict[str, dict[str, float]]:
     """Frames a second, and the longest between two, of each view; and what it took to show it at first."""
     found = {}
-    views = (
-        ("DAG", "dag", ()),
-        ("DAG, all open", "dag", ("Open all",)),
-        ("DAG, all in sight", "dag", ("Fit",)),
-        ("timeline", "timeline", ()),
-    )
-    for name, tab, acts in views:
+    for name, (pane, clicked) in VIEWS.items():
         began = time.perf_counter()
-        shown.click(f"#nv-tab-{tab}")
-        for act in acts:
-            shown.click(f"#nv-pane-{tab} button:text-is('{act}')")
+        shown.click(f"#nv-tab-{pane}")
+        if clicked:
+            shown.click(f"#nv-pane-{pane} button:text-is('{clicked}')")
         shown.evaluate(_TWO_FRAMES)
         first = time.perf_counter() - began
-        found[name] = {"show_s": first} | dragged(shown, f"#nv-pane-{tab} canvas", seconds)
+        found[name] = {"show_s": first} | dragged(shown, f"#nv-pane-{pane} canvas", seconds)
     return found
 
 
@@ -155,23 +135,21 @@ def dragged(shown: Any, canvas: str, seconds: float) -> dict[str, float]:
 
 def missed(row: Mapping[str, Any]) -> list[str]:
     """Describe the limits that a report misses."""
-    slow = [f"{form} opens in {median(one['s']):.2f} s" for form, one in row["open"].items()]
-    bad = [said for said, one in zip(slow, row["open"].values(), strict=True) if median(one["s"]) > LIMIT_S]
+    opens = {form: median(one["s"]) for form, one in row["open"].items()}
+    slow = [f"{form} opens in {seconds:.2f} s" for form, seconds in opens.items() if seconds > LIMIT_S]
     pans = row["pan"].items()
-    return bad + [f"{name} pans at {one['fps']:.0f} frames/s" for name, one in pans if one["fps"] < LIMIT_FPS]
+    return slow + [f"{name} pans at {one['fps']:.0f} frames/s" for name, one in pans if one["fps"] < LIMIT_FPS]
 
 
-def lines(name: str, row: Mapping[str, Any]) -> list[str]:
+def lines(name: str, row: Mapping[str, Any]) -> Iterator[str]:
     """Format a report's figures as text."""
-    opens = ", ".join(
-        f"{form} {median(one['s']):.2f} s ({min(one['s']):.2f} to {max(one['s']):.2f}, {one['bytes']:,} bytes)"
-        for form, one in row["open"].items()
-    )
-    pans = (
-        f"  {view}: shown in {one['show_s']:.2f} s, {one['fps']:.0f} frames/s, longest {one['longest_ms']:.0f} ms"
-        for view, one in row["pan"].items()
-    )
-    return [f"{name}: open {opens}", *pans]
+    yield f"{name}:"
+    for form, one in row["open"].items():
+        least, middle, most = min(one["s"]), median(one["s"]), max(one["s"])
+        yield f"  {form}: open in {middle:.2f} s ({least:.2f} to {most:.2f}), {one['bytes']:,} bytes"
+    for view, one in row["pan"].items():
+        frames = f"{one['fps']:.0f} frames/s, longest {one['longest_ms']:.0f} ms"
+        yield f"  {view}: shown in {one['show_s']:.2f} s, {frames}"
 
 
 if __name__ == "__main__":
