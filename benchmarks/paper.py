@@ -22,7 +22,7 @@ from scipy.stats import spearmanr
 from benchmarks.common import ROOT, filled, publish
 from benchmarks.paper_rows import BASELINES, LARGE, PREPARE_MEAN_S, PREPARE_MOST_S, PUBLISHED, ROWS, STREAMS_ALONE
 from benchmarks.store import Record, ratio, read
-from benchmarks.table import NOTHING
+from benchmarks.table import NOTHING, lines
 from nimble_core.ir.measurement import Ratio
 
 STORE = ROOT / "benchmarks" / "results" / "paper-h200.jsonl.gz"
@@ -104,9 +104,9 @@ def _shown(value: float | None, form: str = ".0f", unit: str = "") -> str:
     return "–" if value is None else f"{value:{form}}{unit}"
 
 
-def _lines(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    body = [f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows)]
-    return "\n".join(body) if len(body) > 2 else NOTHING
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    found = list(rows)
+    return lines(heads, found) if found else NOTHING
 
 
 def _of(rows: Rows, *, training: bool, way: str = "eager") -> Iterable[tuple[str, Ways]]:
@@ -127,7 +127,7 @@ def ladder(rows: Rows, *, training: bool) -> str:
         ]
         for title, ways in _of(rows, training=training)
     )  # fmt: skip
-    return _lines(["model", "eager, µs", *(NAMES[way] for way in steps[1:]), "published (V100)"], found)
+    return _table(["model", "eager, µs", *(NAMES[way] for way in steps[1:]), "published (V100)"], found)
 
 
 def streams(rows: Rows) -> str:
@@ -142,7 +142,7 @@ def streams(rows: Rows) -> str:
         numbers = [held[name] for name in ("calls", "streams", "full")] + [fewest, held["planned"], held["emitted"]]
         gain = speed(ways, "streams", "one-stream", "throughput_us")
         found.append([title, gain, f"{held['width']:.0f}", macs, *(f"{one:.0f}" for one in numbers)])
-    return _lines(heads, found)
+    return _table(heads, found)
 
 
 def prepared_s(one: Record) -> float:
@@ -162,7 +162,7 @@ def preparation(rows: Rows) -> str:
         own = ways["streams"]
         cells = [f"{prepared_s(own):.2f}", _shown(own.prepare_s, ".2f"), _shown(whole, ".2f"), _shown(won)]
         found.append([title, *cells])
-    return _lines([*heads, "calls until won back"], found)
+    return _table([*heads, "calls until won back"], found)
 
 
 def hosts(rows: Rows) -> str:
@@ -176,7 +176,7 @@ def hosts(rows: Rows) -> str:
             cells += [_shown(median_of(ways, "one-stream", "device_us")), _shown(idle(ways), ".0%")]
             ratios = [_shown(ratio_at(ways, "several", us), ".2f", "x") for us in HOSTS_US]
             found.append([title, *cells, speed(ways, "several"), *ratios])
-    return _lines([*heads, *(f"at {us} µs" for us in HOSTS_US)], found)
+    return _table([*heads, *(f"at {us} µs" for us in HOSTS_US)], found)
 
 
 def _reason(ways: Ways, way: str, here: float, published: float) -> str:
@@ -222,7 +222,7 @@ def claims(rows: Rows) -> str:
             found.append([f"{title}: faster than eager", *cells])
     gpus = {str(one.environment.get("device_name")) for ways in rows.values() for one in ways.values()}
     heads = ["claim", "published (V100)", f"here ({', '.join(sorted(gpus))})", "verdict", "why"]
-    return _lines(heads, [*found, *_others(rows)])
+    return _table(heads, [*found, *_others(rows)])
 
 
 def _others(rows: Rows) -> Iterable[list[str]]:
@@ -271,7 +271,7 @@ def _where(rows: Rows) -> str:
 
 def parts(rows: Rows) -> dict[str, str]:
     """All tables of the page, by mark."""
-    listed = _lines(["system", "published (V100)", "here"], ([name, *said] for name, said in BASELINES.items()))
+    listed = _table(["system", "published (V100)", "here"], ([name, *said] for name, said in BASELINES.items()))
     ladders = {"ladder": ladder(rows, training=False), "training": ladder(rows, training=True)}
     others = {"streams": streams(rows), "preparation": preparation(rows), "hosts": hosts(rows), "claims": claims(rows)}
     return {"machine": _where(rows), "baselines": listed, **ladders, **others}

@@ -15,7 +15,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import geometric_mean
 from typing import Any
 
@@ -89,68 +89,67 @@ def complete(ways: Mapping[str, Record], *, training: bool) -> bool:
     return anchor is not None and not anchor.error
 
 
+def over(ours: Record, peer: Record | None, measure: str) -> Ratio | None:
+    """Speed of ours over a peer that is right; None where one has no such time, or of a part of its call alone."""
+    if peer is None or peer.error or peer.wrong or not all(measure in one.medians for one in (ours, peer)):
+        return None
+    whole = measure != "device_us" or (ours.whole and peer.whole)
+    return ratio(ours, peer, measure) if whole else None
+
+
+def lines(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Write a table as Markdown."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows))
+
+
 def table(records: Sequence[Record], *, training: bool) -> str:
     """Write one kind of rows as Markdown: a sentence, a table, and notes."""
     measured = rows_of(records, training=training)
     rows = {name: ways for name, ways in measured.items() if complete(ways, training=training)}
     if not rows:
         return NOTHING
-    missing = [ways["ours"].title for name, ways in measured.items() if name not in rows]
-    lines = [
-        "| model | ours measured | eager | best peer | ours | latency | throughput | device time |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    means: dict[str, list[float]] = {}
+    means: dict[str, list[float]] = {measure: [] for measure in MEASURES}
+    shown = []
     for ways in rows.values():
-        ours, cells = ways["ours"], []
-        peers = {measure: best(ways.values(), measure) for measure in MEASURES}
-        for measure, peer in peers.items():
-            over = ratio(ours, peer, measure) if peer and measure in ours.medians else None
-            cells.append(cell(over) if over else "–")
-            if over and not ours.wrong:
-                means.setdefault(measure, []).append(over.value)
+        ours, peers = ways["ours"], {measure: best(ways.values(), measure) for measure in MEASURES}
+        speeds = {measure: over(ours, peer, measure) for measure, peer in peers.items()}
+        for measure, found in speeds.items():
+            means[measure] += [found.value] if found and not ours.wrong else []
         eager = ways["eager"].medians.get("latency_us") if "eager" in ways else None
         about = f"{ours.title}, {DTYPES[ours.dtype]}" + f", batch {ours.batch}" * (ours.batch != 1)
-        peer_times = _peer_cell(peers)
-        ours_times = _times(ours.medians) + ", WRONG" * ours.wrong
-        lines.append(
-            f"| {about} | {ours.date[:10]} | {f'{eager:.0f}' if eager else '–'} | {peer_times} | {ours_times} |"
-            f" {' | '.join(cells)} |"
-        )
-    means_said = ", ".join(
+        cells = [about, ours.date[:10], f"{eager:.0f}" if eager else "–", _peer_cell(peers)]
+        cells += [
+            _times(ours.medians) + ", WRONG" * ours.wrong,
+            *(cell(one) if one else "–" for one in speeds.values()),
+        ]
+        shown.append(cells)
+    said = ", ".join(
         f"{MEASURES[name]} {geometric_mean(values):.2f}x ({min(values):.2f}x to {max(values):.2f}x)"
         for name, values in means.items()
         if len(values) > 1
     )
-    what = "steps" if training else "batch 1 unless said"
-    return (
-        f"{_where(rows)}; µs, {what}: latency / throughput / device time. Peers: {_peers(rows)}."
-        + (
-            f" Over the best peer of each row, geometric means of all rows, undecided ones included, and the rows'"
-            f" extremes: {means_said}."
-            if means_said
-            else ""
-        )
-        + f" Left out, since the compiled peer has not been measured yet: {', '.join(missing)}." * bool(missing)
-        + "\n\n"
-        + "\n".join(lines)
-    )
+    text = f"{_where(rows)}; µs, {'steps' if training else 'batch 1 unless said'}: latency / throughput / device time."
+    text += f" Peers: {_peers(rows)}."
+    if said:
+        text += " Over the best peer of each row, geometric means of all rows, undecided ones included, and the rows'"
+        text += f" extremes: {said}."
+    if missing := [ways["ours"].title for name, ways in measured.items() if name not in rows]:
+        text += f" Left out, since the compiled peer has not been measured yet: {', '.join(missing)}."
+    heads = ("model", "ours measured", "eager", "best peer", "ours", *MEASURES.values())
+    return f"{text}\n\n{lines(heads, shown)}"
 
 
 def streams(models: Mapping[str, Any]) -> str:
     """Write what streams alone gain, of the models in ``cuda-h200.json``."""
-    lines = [
-        "| model, dtype | eager | one stream | many streams | many / one | many / eager | streams, syncs "
-        "| of critical path |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    heads = ("model, dtype", "eager", "one stream", "many streams", "many / one", "many / eager", "streams, syncs")
+    found = []
     for name, model in sorted(models.items()):
         times = [f"{model['times'][run]['median us']:.0f}" for run in ("eager", "single replay", "multi replay")]
         ratios = ("multi over single, replay", "multi over eager, call")
         cells = [*times, *(f"{model['ratios'][ratio]['value']:.2f}x" for ratio in ratios)]
         plan = f"{model['streams']}, {model['syncs']['planned']}"
-        lines.append(f"| {name} | {' | '.join(cells)} | {plan} | {model['distance to critical path']:.2f}x |")
-    return "\n".join(lines)
+        found.append([name, *cells, plan, f"{model['distance to critical path']:.2f}x"])
+    return lines([*heads, "of critical path"], found)
 
 
 def tables(stores: Iterable[Sequence[Record]], *, training: bool) -> str:
@@ -171,39 +170,28 @@ def speed(stores: Iterable[Sequence[Record]]) -> str:
             break
     else:
         return NOTHING
-    over = {
-        "eager PyTorch": {name: {key: ways.get("eager") for key in MEASURES} for name, ways in rows.items()},
-        '`torch.compile(mode="reduce-overhead")`': {
-            name: {key: ways.get("ro") for key in MEASURES} for name, ways in rows.items()
-        },
-        "the fastest peer": {name: {key: best(ways.values(), key) for key in MEASURES} for name, ways in rows.items()},
+    peers: dict[str, Callable[[Mapping[str, Record], str], Record | None]] = {
+        "eager PyTorch": lambda ways, _: ways.get("eager"),
+        '`torch.compile(mode="reduce-overhead")`': lambda ways, _: ways.get("ro"),
+        "the fastest peer": lambda ways, measure: best(ways.values(), measure),
     }
-    lines = ["| ours over | models | latency | throughput | device time |", "| --- | --- | --- | --- | --- |"]
-    for name, peers in over.items():
-        values = {key: _ratios(rows, peers, key) for key in MEASURES}
-        cells = [f"{geometric_mean(one.values()):.2f}x" if one else "–" for one in values.values()]
-        lines.append(f"| {name}, mean | {max(map(len, values.values()))} | {' | '.join(cells)} |")
+    shown = []
+    for name, peer in peers.items():
+        values: list[dict[str, float]] = []
+        for measure in MEASURES:
+            found = {row: over(ways["ours"], peer(ways, measure), measure) for row, ways in rows.items()}
+            values.append({row: one.value for row, one in found.items() if one})
+        cells = [f"{geometric_mean(one.values()):.2f}x" if one else "–" for one in values]
+        shown.append([f"{name}, mean", str(max(map(len, values))), *cells])
+    latency, *_ = values
     for what, choose in (("best", max), ("worst", min)):
-        found = values["latency_us"]
-        row = choose(found, key=lambda name: found[name])
-        cells = [f"{one[row]:.2f}x" if row in one else "–" for one in values.values()]
-        lines.append(f"| {name}, {what} | {rows[row]['ours'].title} | {' | '.join(cells)} |")
+        row = choose(latency, key=lambda name: latency[name])
+        cells = [f"{one[row]:.2f}x" if row in one else "–" for one in values]
+        shown.append([f"{name}, {what}", rows[row]["ours"].title, *cells])
     dates = sorted(ways["ours"].date[:10] for ways in rows.values())
     days = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
-    return f"{_where(rows).partition(' (')[0]}, each row by the engine of its day, {days}:\n\n" + ("\n".join(lines))
-
-
-def _ratios(
-    rows: Mapping[str, Mapping[str, Record]], peers: Mapping[str, Mapping[str, Record | None]], measure: str
-) -> dict[str, float]:
-    """Speed of ours over each row's peer; rows whose peer failed, is wrong or has no such time are left out."""
-    return {
-        name: ratio(ways["ours"], peer, measure).value
-        for name, ways in rows.items()
-        if (peer := peers[name][measure]) is not None and not peer.error and not peer.wrong
-        if measure in peer.medians and measure in ways["ours"].medians
-        if measure != "device_us" or (peer.whole and ways["ours"].whole)
-    }
+    about = f"{_where(rows).partition(' (')[0]}, each row by the engine of its day, {days}:"
+    return f"{about}\n\n{lines(('ours over', 'models', *MEASURES.values()), shown)}"
 
 
 def _times(medians: Mapping[str, float]) -> str:
