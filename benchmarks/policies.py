@@ -2,12 +2,12 @@
 
     python -m benchmarks.policies --out benchmarks/results/policies-h200.json
 
-For every model and dtype, with eager's kernels, in one run: eager, whole calls on one stream and by ``nimble`` (copies
-included), bare replays under each policy, ``nimble`` and ``contention`` also under a memory limit,
-``nimble`` without shared memory, and what ``policy="auto"`` chose. All are timed in turn, each sample after an untimed
-run of the same: by the host's clock (``replay``, one replay and a synchronisation), and replays by the GPU's (``back to
-back``, mean of 5 in a row). Speeds are above 1 where the first is faster. Plans that several policies agree on are
-measured once (``same as``). A model that the file holds already is not measured again.
+For every model and dtype, with eager's kernels, in one run: bare replays under each policy, ``nimble`` and
+``contention`` also under a memory limit, ``nimble`` without shared memory, and what ``policy="auto"`` chose. All are
+timed in turn, each sample after an untimed run of the same, by the host's clock (``replay``, one replay and a
+synchronisation) and by the GPU's (``back to back``, mean of 5 in a row). Speeds are above 1 where the first is faster.
+Plans that several policies agree on are measured once (``same as``). A model that the file holds is not measured again.
+Whole calls beside eager's are the runner's: ways ``eager``, ``one-stream`` and ``streams``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from nimble_core.runtime.device import Device, Executable
 from nimble_core.scheduling.options import Options
 from nimble_core.scheduling.policies import POLICIES
 from nimble_core.scheduling.simulator import simulate
-from nimble_core.tracing.pytree import builder
 from nimble_core.tracing.recorded import Recorded, Stopwatch, check_inputs, record_static, state_kept
 from nimble_core.utils.errors import DeviceError
 from nimble_core.validation.eager_cases import eager_cases, from_same_state
@@ -58,7 +57,6 @@ LIMIT = 1.25
 
 ROUNDS, IN_A_ROW = 101, 5
 WAYS = ("replay", "back to back")
-EAGER, CALLS = "eager", ("single, call", "nimble, call")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -150,7 +148,7 @@ def measured(
         made["auto"] = auto.executable
         unshared = kept(device.capture(recorded.recording, plans["nimble"], recorded.signature.tensors))
         made["not shared"] = unshared
-        ways = {name: one.replay for name, one in made.items()} | calls(model, made[same.get("nimble", "nimble")])
+        ways = {name: one.replay for name, one in made.items()}
         clock, wait = device.clock_ns, device.synchronize
         host = interleave(ways, clock_ns=clock, synchronize=wait, rounds=ROUNDS, budget_s=seconds, rehearse=True)
         times = dict(zip(WAYS, (host, in_a_row(device, made, back_to_back_ns, seconds)), strict=True))
@@ -162,8 +160,6 @@ def measured(
     chosen["chosen"] = next((one.name for one in auto.candidates if one.chosen), auto.schedule.policy)
     return {
         "calls": recorded.graph.size,
-        EAGER: figures(host[EAGER]),
-        **{one: {**figures(host[one]), "over eager": over(host[one], host[EAGER])} for one in CALLS},
         "policies": {
             name: {**entries[same[name]], "same as": same[name]} if name in same else entries[name] for name in plans
         },
@@ -195,21 +191,6 @@ def limited(model: Model, executable: Executable) -> tuple[Executable | None, di
         return capture(model.device, model.recorded, plan, memory_limit=limit, costs=model.costs), {}
     except DeviceError as error:
         return None, {"skipped": error.what}
-
-
-def calls(model: Model, several: Executable) -> dict[str, Callable[[], object]]:
-    """Eager, and whole calls on one stream and on several: inputs copied in, outputs copied out."""
-    signature, build = model.recorded.signature, builder(model.recorded.recording.output_structure)
-    args, kwargs = builder(signature.structure)(signature.tensors)
-
-    def eager() -> object:
-        with torch.inference_mode():
-            return model.recorded.model(*args, **kwargs)
-
-    def called(one: Executable) -> Callable[[], object]:
-        return lambda: build(one.run(signature.tensors))
-
-    return {EAGER: eager, **{name: called(one) for name, one in zip(CALLS, (model.single, several), strict=True)}}
 
 
 def in_a_row(
