@@ -6,10 +6,9 @@
     python -m benchmarks.coverage --table                                # writes docs/coverage.md; --check: only looks
 
 ``coverage_list.json`` names the architectures of each group, as ``package:name``; one of transformers is a model type,
-with its default configuration made small by one rule (``small``). Each runs in a process of its own, with a limit of
-time and of memory.
-
-A model counts as static where two eager runs on different values issue the same calls, or ``torch.export`` succeeds.
+with its default configuration made small by one rule (``small``). Each has a process of its own, time and memory of
+which are limited. A model counts as static where two eager runs on different values issue the same calls, or
+``torch.export`` succeeds.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from benchmarks.common import ROOT, filled, options, publish
 from benchmarks.models import Noted
@@ -59,6 +59,7 @@ _WIDTHS = re.compile(r"(^|_)(hidden_size|d_model|n_embd|dim|hidden_dim|intermedi
 
 Inputs = Callable[[int], dict[str, Any]]
 Row = dict[str, Any]
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 def small(kind: type, level: str) -> Any:
@@ -111,8 +112,8 @@ def transformers_model(name: str, device: str) -> tuple[torch.nn.Module, Inputs,
         except Exception as error:
             said = f"{type(error).__name__}: {first_line(error)}"
             continue
-        for names, at in product(_names(model), range(4)):
-            inputs = _maker(names, at, config, device)
+        for shapes in _tries(model):
+            inputs = _maker(shapes, device)
             try:
                 with torch.no_grad():
                     model(**inputs(0))
@@ -122,12 +123,14 @@ def transformers_model(name: str, device: str) -> tuple[torch.nn.Module, Inputs,
     raise ValueError(f"eager does not run: {said}")
 
 
-def _names(model: Any) -> list[tuple[str, ...]]:
-    """Names of inputs to try: the main one, with what the forward needs besides, then all that is known here."""
-    taken = [name for name in inspect.signature(model.forward).parameters if name in _shapes(model.config)]
+def _tries(model: Any) -> Iterator[Shapes]:
+    """Shapes of inputs: of the main one, with what the forward needs besides, then of all that is known here."""
+    known = _shapes(model.config)
+    taken = [name for name in inspect.signature(model.forward).parameters if name in known]
     main = model.main_input_name if isinstance(model.main_input_name, str) else model.main_input_name[0]
     needed = [name for name in taken if name in (main, "decoder_input_ids", "bbox")]
-    return [*dict.fromkeys([(main,), tuple(needed), tuple(taken)])]
+    for names, at in product(dict.fromkeys([(main,), tuple(needed), tuple(taken)]), range(4)):
+        yield {name: known[name][at] for name in names}
 
 
 def _shapes(config: Any) -> dict[str, Sequence[tuple[int, ...]]]:
@@ -142,27 +145,22 @@ def _shapes(config: Any) -> dict[str, Sequence[tuple[int, ...]]]:
     size = (size["height"], size["width"]) if isinstance(size, Mapping) else size
     size = tuple(size) if isinstance(size, (list, tuple)) else (size, size)
     channels, bins = first(["num_channels", "in_channels"], 3), first(["num_mel_bins", "feature_size"], 80)
-    images = [
-        (2, channels, *size),
-        (1, first(["num_frames"], 8), channels, *size),
-        (2, 3, 224, 224),
-        (1, channels, 64, 64),
-    ]
+    video = (1, first(["num_frames"], 8), channels, *size)
+    images = [(2, channels, *size), video, (2, 3, 224, 224), (1, channels, 64, 64)]
     ids = [(2, 12), (1, 128), (1, 1024), (2, 12)]
     return {
         "input_ids": ids,
         "decoder_input_ids": ids,
         "bbox": [(*one, 4) for one in ids],
         "pixel_values": images,
-        "pixel_values_videos": images[1:2] * 4,
+        "pixel_values_videos": [video] * 4,
         "input_values": [(2, 4000), (2, first(["max_length"], 1024), bins), (1, 1, 4000), (2, 16000)],
         "input_features": [(2, bins, 3000), (2, 100, bins), (2, 1, 1001, 64), (1, bins, 200)],
     }
 
 
-def _maker(names: Sequence[str], at: int, config: Any, device: str) -> Inputs:
-    """Return a maker of inputs of these names, in the shapes of this try, with other values for each turn."""
-    shapes = {name: _shapes(config)[name][at] for name in names}
+def _maker(shapes: Shapes, device: str) -> Inputs:
+    """Return a maker of inputs of these names and shapes, with other values for each turn."""
 
     def make(turn: int) -> dict[str, Any]:
         drawn = torch.Generator().manual_seed(turn)
@@ -188,21 +186,13 @@ def vision_model(package: str, name: str, device: str) -> tuple[torch.nn.Module,
 
         model = timm.create_model(name)
         size = model.default_cfg["input_size"][-1]
-
-    def make(turn: int) -> dict[str, Any]:
-        return {"x": torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(turn)).to(device)}
-
-    return model.eval().to(device), make, "default"
+    return model.eval().to(device), _maker({"x": (2, 3, size, size)}, device), "default"
 
 
-def _told(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype}{list(value.shape)}"
-    if isinstance(value, Mapping):
-        return {name: _told(one) for name, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_told(one) for one in value]
-    return type(value).__name__ if "object at" in repr(value) else repr(value)
+def _told(given: Any) -> str:
+    """Tell calls apart by all but tensors' values and objects' addresses."""
+    shown = tree_map_only(torch.Tensor, lambda one: f"{one.dtype}{list(one.shape)}", given)
+    return re.sub(r" at 0x\w+", "", repr(shown))
 
 
 def why_not_static(model: torch.nn.Module, inputs: Inputs) -> str:
