@@ -8,7 +8,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from nimble_core.ir.environment import Environment
 from nimble_core.ir.measurement import Measurement, quantile, ratio
 from nimble_core.profiling.machine import finish
 
-__all__ = ["ROOT", "figures", "filled", "held", "in_process", "options", "over", "publish", "write"]
+__all__ = ["ROOT", "figures", "filled", "held", "in_process", "markdown", "options", "over", "publish", "write"]
 
 ROOT = Path(__file__).parents[1]
 
@@ -50,6 +50,11 @@ def filled(page: str, parts: Mapping[str, str]) -> str:
             before, _, after = page.split(mark)
             page = f"{before}{mark}\n{text}\n{mark}{after}"
     return page
+
+
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Write a table."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows))
 
 
 def publish(pages: Mapping[Path, str], command: str, *, check: bool) -> int:

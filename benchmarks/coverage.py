@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from benchmarks.common import ROOT, filled, options, publish
+from benchmarks.common import ROOT, filled, markdown, options, publish
 from benchmarks.models import Noted
 from nimble_core import Nimble, Options, TrainStep
 from nimble_core.utils.errors import first_line
@@ -329,21 +329,20 @@ def _child(one: Callable[[str, str], Row], name: str, group: str, pipe: Any) -> 
 
 def table(rows: Sequence[Row]) -> str:
     """Write the results as Markdown: a line for each group, then each model that does not pass."""
-    lines = ["| group | architectures | static | of these pass | bit for bit |", "| --- | --- | --- | --- | --- |"]
-    failed = ["| group | architecture | static | what is said |", "| --- | --- | --- | --- |"]
+    counted, failed = [], []
     for group, (what, _) in GROUPS.items():
         mine = [one for one in rows if one["group"] == group]
         static = [one for one in mine if one["static"]]
         passed = [one for one in static if one["passes"]]
         share = f" ({len(passed) / len(static):.1%})" if static else ", not measured yet"
         exact = sum(bool(one.get("exact")) for one in passed)
-        lines.append(f"| {what} | {len(mine)} | {len(static)} | {len(passed)}{share} | {exact} |")
-        for one in mine:
-            if not one["passes"]:
-                said = re.sub(r"\s+", " ", one.get("error", "")).replace("|", "\\|").replace("<", "\\<")
-                kind = {True: "yes", False: "no"}.get(one["static"], "–")
-                failed.append(f"| {group} | `{one['name']}` | {kind} | {said} |")
-    return "\n".join([*lines, "", *(failed if failed[2:] else ["All pass."])])
+        counted.append([what, f"{len(mine)}", f"{len(static)}", f"{len(passed)}{share}", f"{exact}"])
+        for one in (one for one in mine if not one["passes"]):
+            said = re.sub(r"\s+", " ", one.get("error", "")).replace("|", "\\|").replace("<", "\\<")
+            failed.append([group, f"`{one['name']}`", {True: "yes", False: "no"}.get(one["static"], "–"), said])
+    text = markdown(["group", "architectures", "static", "of these pass", "bit for bit"], counted)
+    heads = ["group", "architecture", "static", "what is said"]
+    return f"{text}\n\n{markdown(heads, failed) if failed else 'All pass.'}"
 
 
 def works(rows: Sequence[Row]) -> str:

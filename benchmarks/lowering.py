@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from benchmarks import coverage
-from benchmarks.common import ROOT, filled, publish
+from benchmarks.common import ROOT, filled, markdown, publish
 from nimble_core import Nimble, Options
 from nimble_core.compiler.inductor import compile_graph
 from nimble_core.compiler.to_fx import lift
@@ -107,15 +107,11 @@ def table(rows: Sequence[Row]) -> str:
     both = [row for row in rows if "both" in row]
     unlike = [row for row in both if row["ours more"] or row["theirs more"]]
     names = ", ".join(f"`{row['name']}`" for row in rows if row not in both)
-    lines = [
-        f"Of {len(rows)} architectures both graphs are made of {len(both)}; {len(both) - len(unlike)} of these have "
-        "the same operators. The others:",
-        "",
-        "| architecture | ours has more | `torch.compile`'s has more |",
-        "| --- | --- | --- |",
-        *(f"| `{row['name']}` | {_told(row['ours more'])} | {_told(row['theirs more'])} |" for row in unlike),
-    ]
-    return "\n".join([*lines, "", f"Not compared, because one of the two refuses them: {names or 'none'}."])
+    said = f"Of {len(rows)} architectures both graphs are made of {len(both)}; {len(both) - len(unlike)} of these have "
+    heads = ("architecture", "ours has more", "`torch.compile`'s has more")
+    more = ([f"`{row['name']}`", _told(row["ours more"]), _told(row["theirs more"])] for row in unlike)
+    text = f"{said}the same operators. The others:\n\n{markdown(heads, more)}\n\n"
+    return f"{text}Not compared, because one of the two refuses them: {names or 'none'}."
 
 
 def _told(counts: dict[str, int]) -> str:

@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 from scipy.stats import spearmanr
 
-from benchmarks.common import ROOT, filled, publish
+from benchmarks.common import ROOT, filled, markdown, publish
 from benchmarks.paper_rows import BASELINES, LARGE, PREPARE_MEAN_S, PREPARE_MOST_S, PUBLISHED, ROWS, STREAMS_ALONE
 from benchmarks.store import Record, ratio, read
-from benchmarks.table import NOTHING, lines
+from benchmarks.table import NOTHING
 from nimble_core.ir.measurement import Ratio
 
 STORE = ROOT / "benchmarks" / "results" / "paper-h200.jsonl.gz"
@@ -106,7 +106,7 @@ def _shown(value: float | None, form: str = ".0f", unit: str = "") -> str:
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     found = list(rows)
-    return lines(heads, found) if found else NOTHING
+    return markdown(heads, found) if found else NOTHING
 
 
 def _of(rows: Rows, *, training: bool, way: str = "eager") -> Iterable[tuple[str, Ways]]:

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks import training_ways
 from benchmarks import ways as inference_ways
-from benchmarks.common import ROOT, filled, publish
+from benchmarks.common import ROOT, filled, markdown, publish
 from benchmarks.models import ROWS
 from benchmarks.store import OURS, Record, ratio, read
 from nimble_core.ir.measurement import Ratio
@@ -97,11 +97,6 @@ def over(ours: Record, peer: Record | None, measure: str) -> Ratio | None:
     return ratio(ours, peer, measure) if whole else None
 
 
-def lines(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Write a table as Markdown."""
-    return "\n".join(f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows))
-
-
 def table(records: Sequence[Record], *, training: bool) -> str:
     """Write one kind of rows as Markdown: a sentence, a table, and notes."""
     measured = rows_of(records, training=training)
@@ -136,7 +131,7 @@ def table(records: Sequence[Record], *, training: bool) -> str:
     if missing := [ways["ours"].title for name, ways in measured.items() if name not in rows]:
         text += f" Left out, since the compiled peer has not been measured yet: {', '.join(missing)}."
     heads = ("model", "ours measured", "eager", "best peer", "ours", *MEASURES.values())
-    return f"{text}\n\n{lines(heads, shown)}"
+    return f"{text}\n\n{markdown(heads, shown)}"
 
 
 def streams(models: Mapping[str, Any]) -> str:
@@ -149,7 +144,7 @@ def streams(models: Mapping[str, Any]) -> str:
         cells = [*times, *(f"{model['ratios'][ratio]['value']:.2f}x" for ratio in ratios)]
         plan = f"{model['streams']}, {model['syncs']['planned']}"
         found.append([name, *cells, plan, f"{model['distance to critical path']:.2f}x"])
-    return lines([*heads, "of critical path"], found)
+    return markdown([*heads, "of critical path"], found)
 
 
 def tables(stores: Iterable[Sequence[Record]], *, training: bool) -> str:
@@ -191,7 +186,7 @@ def speed(stores: Iterable[Sequence[Record]]) -> str:
     dates = sorted(ways["ours"].date[:10] for ways in rows.values())
     days = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
     about = f"{_where(rows).partition(' (')[0]}, each row by the engine of its day, {days}:"
-    return f"{about}\n\n{lines(('ours over', 'models', *MEASURES.values()), shown)}"
+    return f"{about}\n\n{markdown(('ours over', 'models', *MEASURES.values()), shown)}"
 
 
 def _times(medians: Mapping[str, float]) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from scipy.signal import lfilter
 
-from benchmarks.common import ROOT, filled, options, publish
+from benchmarks.common import ROOT, filled, markdown, options, publish
 from nimble_core.algorithms.median_interval import ERROR, FEWEST, FIRST_LOOK, median_interval
 from nimble_core.ir.measurement import Ratio, Verdict
 
@@ -28,40 +28,29 @@ Noise = Callable[[np.random.Generator, int], Any]
 
 PAGE = ROOT / "docs" / "verdicts.md"
 LONGEST = 2048
-TRUE = (1.0, 1.1)
-"""Speeds of the one way over the other."""
 
 
-def white(spread: float) -> Noise:
+def white(spread: float, draw: np.random.Generator, count: int) -> Any:
     """Every call varies on its own."""
-    return lambda draw, count: draw.normal(0, spread, count)
+    return draw.normal(0, spread, count)
 
 
-def autocorrelated(by: float) -> Noise:
+def autocorrelated(by: float, draw: np.random.Generator, count: int) -> Any:
     """Draw times of which each is close to the one before it."""
-    spread = 0.05
-
-    def noise(draw: np.random.Generator, count: int) -> Any:
-        steps = draw.normal(0, spread * math.sqrt(1 - by * by), count)
-        steps[0] = draw.normal(0, spread)
-        return lfilter([1], [1, -by], steps)
-
-    return noise
+    steps = draw.normal(0, 0.05 * math.sqrt(1 - by * by), count)
+    steps[0] = draw.normal(0, 0.05)
+    return lfilter([1], [1, -by], steps)
 
 
-def bimodal(share: float) -> Noise:
+def bimodal(share: float, draw: np.random.Generator, count: int) -> Any:
     """Draw times of which some are twice as long, whatever the one before them was."""
-    return lambda draw, count: math.log(2) * (draw.random(count) < share) + draw.normal(0, 0.01, count)
+    return math.log(2) * (draw.random(count) < share) + draw.normal(0, 0.01, count)
 
 
-def in_phases(calls: float) -> Noise:
+def in_phases(calls: float, draw: np.random.Generator, count: int) -> Any:
     """So many calls in a row, on average, take 20% longer; then as many do not."""
-
-    def noise(draw: np.random.Generator, count: int) -> Any:
-        phase = (np.cumsum(draw.random(count) < 1 / calls) + draw.integers(2)) % 2
-        return 0.2 * phase + draw.normal(0, 0.01, count)
-
-    return noise
+    phase = (np.cumsum(draw.random(count) < 1 / calls) + draw.integers(2)) % 2
+    return 0.2 * phase + draw.normal(0, 0.01, count)
 
 
 def heavy_tailed(draw: np.random.Generator, count: int) -> Any:
@@ -69,27 +58,19 @@ def heavy_tailed(draw: np.random.Generator, count: int) -> Any:
     return 0.03 * np.abs(draw.standard_cauchy(count)).clip(0, 100)
 
 
-def drifting(by: float) -> Noise:
+def drifting(by: float, draw: np.random.Generator, count: int) -> Any:
     """Slow the machine down, for both ways alike."""
-    return lambda draw, count: np.linspace(0, by, count) + draw.normal(0, 0.03, count)
+    return np.linspace(0, by, count) + draw.normal(0, 0.03, count)
 
 
 NOISES: dict[str, Noise] = {
-    "white, 1%": white(0.01),
-    "white, 5%": white(0.05),
-    "white, 30%": white(0.3),
+    **{f"white, {by:.0%}": partial(white, by) for by in (0.01, 0.05, 0.3)},
     "heavy-tailed": heavy_tailed,
-    "drifting by 50%": drifting(0.5),
-    "bimodal, 10% of calls": bimodal(0.1),
-    "bimodal, 50% of calls": bimodal(0.5),
-    "in phases of 2 calls": in_phases(2),
-    "in phases of 5 calls": in_phases(5),
-    "autocorrelated, 0.5": autocorrelated(0.5),
-    "autocorrelated, 0.8": autocorrelated(0.8),
-    "autocorrelated, 0.9": autocorrelated(0.9),
-    "autocorrelated, 0.95": autocorrelated(0.95),
+    "drifting by 50%": partial(drifting, 0.5),
+    **{f"bimodal, {by:.0%} of calls": partial(bimodal, by) for by in (0.1, 0.5)},
+    **{f"in phases of {by} calls": partial(in_phases, by) for by in (2, 5)},
+    **{f"autocorrelated, {by}": partial(autocorrelated, by) for by in (0.5, 0.8, 0.9, 0.95)},
 }
-
 SLOW = ("white, 5%", "bimodal, 50% of calls", "in phases of 2 calls", "autocorrelated, 0.8", "autocorrelated, 0.9")
 """For models so slow that few rounds fit in the time."""
 
@@ -136,18 +117,16 @@ def faults(
 ) -> dict[str, Any]:  # fmt: skip
     """Share of wrong verdicts and of none, and the median of rounds."""
     draw = np.random.default_rng(7)
-    found = [verdict(noise, draw, true, counts(), judge) for _ in range(trials)]
-    right = "no difference" if true == 1 else "faster"
-    wrong = sum(one not in (right, "undecided") for one, _ in found)
-    undecided = sum(one == "undecided" for one, _ in found)
-    rounds = float(np.median([count for _, count in found]))
-    return {"wrong": wrong / trials, "undecided": undecided / trials, "rounds": rounds}
+    found, rounds = zip(*(verdict(noise, draw, true, counts(), judge) for _ in range(trials)), strict=True)
+    right, undecided = found.count("no difference" if true == 1 else "faster"), found.count("undecided")
+    shares = {"wrong": (trials - right - undecided) / trials, "undecided": undecided / trials}
+    return {**shares, "rounds": float(np.median(rounds))}
 
 
 def measured(trials: int) -> list[dict[str, Any]]:
     """All rows."""
     rows = []
-    for true in TRUE:
+    for true in (1.0, 1.1):
         for name, noise in NOISES.items():
             found = faults(noise, true, trials)
             often = faults(noise, true, trials // 4, lambda: range(32, 641, 32), plain)
@@ -162,13 +141,12 @@ def measured(trials: int) -> list[dict[str, Any]]:
 def table(rows: list[dict[str, Any]]) -> str:
     """Write a row for each noise, as Markdown."""
     heads = ("noise of both ways", "true ratio", "wrong", "undecided", "rounds, median", "wrong by plain intervals")
-    lines = [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
+    found = []
     for row in rows:
-        beside = row.get("wrong by plain intervals")
-        shares = f"{row['wrong']:.2%} | {row['undecided']:.0%} | {row['rounds']:.0f}"
-        plainly = "" if beside is None else f"{beside:.0%}"
-        lines.append(f"| {row['noise']} | {row['true']:.2f} | {shares} | {plainly} |")
-    return "\n".join(lines)
+        beside = f"{row['wrong by plain intervals']:.0%}" if "wrong by plain intervals" in row else ""
+        shares = [f"{row['wrong']:.2%}", f"{row['undecided']:.0%}", f"{row['rounds']:.0f}"]
+        found.append([row["noise"], f"{row['true']:.2f}", *shares, beside])
+    return markdown(heads, found)
 
 
 def main() -> int:
