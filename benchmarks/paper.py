@@ -19,9 +19,10 @@ from typing import NamedTuple
 
 from scipy.stats import spearmanr
 
+from benchmarks import store
 from benchmarks.common import ROOT, filled, markdown, publish
 from benchmarks.paper_rows import BASELINES, LARGE, PREPARE_MEAN_S, PREPARE_MOST_S, PUBLISHED, ROWS, STREAMS_ALONE
-from benchmarks.store import Record, ratio, read
+from benchmarks.store import Record, read
 from benchmarks.table import NOTHING
 from nimble_core.ir.measurement import Ratio
 
@@ -59,9 +60,7 @@ def counts(one: Record | None) -> bool:
 
 def over(ways: Ways, new: str, old: str = "eager", measure: str = "latency_us") -> Ratio | None:
     """Speed of one way over another; None where either does not count."""
-    if not all(counts(ways.get(way)) and measure in ways[way].medians for way in (new, old)):
-        return None
-    return ratio(ways[new], ways[old], measure)
+    return store.over(ways.get(new), ways.get(old)).get(measure)
 
 
 def speed(ways: Ways, new: str, old: str = "eager", measure: str = "latency_us") -> str:

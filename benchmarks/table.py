@@ -23,7 +23,7 @@ from benchmarks import training_ways
 from benchmarks import ways as inference_ways
 from benchmarks.common import ROOT, filled, markdown, publish
 from benchmarks.models import ROWS
-from benchmarks.store import OURS, Record, ratio, read
+from benchmarks.store import OURS, Record, over, read
 from nimble_core.ir.measurement import Ratio
 
 STORES = tuple(ROOT / "benchmarks" / "results" / f"{gpu}.jsonl.gz" for gpu in ("h200",))
@@ -89,14 +89,6 @@ def complete(ways: Mapping[str, Record], *, training: bool) -> bool:
     return anchor is not None and not anchor.error
 
 
-def over(ours: Record, peer: Record | None, measure: str) -> Ratio | None:
-    """Speed of ours over a peer that is right; None where one has no such time, or of a part of its call alone."""
-    if peer is None or peer.error or peer.wrong or not all(measure in one.medians for one in (ours, peer)):
-        return None
-    whole = measure != "device_us" or (ours.whole and peer.whole)
-    return ratio(ours, peer, measure) if whole else None
-
-
 def table(records: Sequence[Record], *, training: bool) -> str:
     """Write one kind of rows as Markdown: a sentence, a table, and notes."""
     measured = rows_of(records, training=training)
@@ -107,9 +99,9 @@ def table(records: Sequence[Record], *, training: bool) -> str:
     shown = []
     for ways in rows.values():
         ours, peers = ways["ours"], {measure: best(ways.values(), measure) for measure in MEASURES}
-        speeds = {measure: over(ours, peer, measure) for measure, peer in peers.items()}
+        speeds = {measure: over(ours, peer).get(measure) for measure, peer in peers.items()}
         for measure, found in speeds.items():
-            means[measure] += [found.value] if found and not ours.wrong else []
+            means[measure] += [found.value] if found else []
         eager = ways["eager"].medians.get("latency_us") if "eager" in ways else None
         about = f"{ours.title}, {DTYPES[ours.dtype]}" + f", batch {ours.batch}" * (ours.batch != 1)
         cells = [about, ours.date[:10], f"{eager:.0f}" if eager else "–", _peer_cell(peers)]
@@ -174,8 +166,8 @@ def speed(stores: Iterable[Sequence[Record]]) -> str:
     for name, peer in peers.items():
         values: list[dict[str, float]] = []
         for measure in MEASURES:
-            found = {row: over(ways["ours"], peer(ways, measure), measure) for row, ways in rows.items()}
-            values.append({row: one.value for row, one in found.items() if one})
+            found = {row: over(ways["ours"], peer(ways, measure)) for row, ways in rows.items()}
+            values.append({row: one[measure].value for row, one in found.items() if measure in one})
         cells = [f"{geometric_mean(one.values()):.2f}x" if one else "–" for one in values]
         shown.append([f"{name}, mean", str(max(map(len, values))), *cells])
     latency, *_ = values
