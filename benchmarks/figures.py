@@ -149,8 +149,9 @@ BESIDE = {"nimble": -0.27, "critical_path": -0.14, "opara": 0.14, "torchsched": 
 """How far below its row's middle a mark is drawn, in rows, so that equal policies stay apart."""
 
 MEAN = "geometric mean"
-Speeds = dict[str, tuple[float, float, float]]
-"""``(median, low, high)`` over one stream of replays, by policy; all the same where there is no interval."""
+ENDS = ("value", "low", "high")
+Speeds = dict[str, list[float]]
+"""Speed over one stream of replays and the ends of its interval, if there is one, by policy."""
 
 
 def speeds(models: Mapping[str, Any], dtype: str) -> dict[str, Speeds]:
@@ -158,28 +159,16 @@ def speeds(models: Mapping[str, Any], dtype: str) -> dict[str, Speeds]:
     found: dict[str, Speeds] = {}
     for key, result in models.items():
         model, _, of = key.rpartition(", ")
+        over = {name: {**result["policies"], "auto": result["auto"]}[name]["replay over single"] for name in MARKS}
         if of == dtype:
-            entries = {**result["policies"], "auto": result["auto"]}
-            over = {name: entries[name]["replay over single"] for name in MARKS}
-            found[model] = {
-                name: (one["value"], one.get("low", one["value"]), one.get("high", one["value"]))
-                for name, one in over.items()
-            }
-    means = {name: geometric_mean([one[name][0] for one in found.values()]) for name in MARKS if found}
-    return found | ({MEAN: {name: (mean, mean, mean) for name, mean in means.items()}} if found else {})
-
-
-def ranked(panels: Iterable[Mapping[str, Speeds]]) -> list[str]:
-    """Models from the one that ``contention`` speeds up most, and the mean after them."""
-    gained: dict[str, list[float]] = {}
-    for model, found in (row for one in panels for row in one.items()):
-        gained.setdefault(model, []).append(found["contention"][0])
-    return sorted(gained, key=lambda model: (model == MEAN, -geometric_mean(gained[model])))
+            found[model] = {name: [one.get(end, one["value"]) for end in ENDS] for name, one in over.items()}
+    means = {name: geometric_mean([one[name][0] for one in found.values()]) for name in MARKS}
+    return {**found, MEAN: {name: [mean] * 3 for name, mean in means.items()}}
 
 
 def marks(axes: Axes, found: Mapping[str, Speeds], order: Sequence[str]) -> None:
     """One row a model, one mark a policy, intervals as thin lines, ``auto`` in numbers."""
-    for row, model in ((row, model) for row, model in enumerate(order) if model in found):
+    for row, model in enumerate(order):
         for policy, (value, low, high) in found[model].items():
             y, style = row + BESIDE.get(policy, 0.0), MARKS[policy]
             rank = {"auto": 4, "contention": 3}.get(policy, 2)
@@ -204,16 +193,17 @@ def marks(axes: Axes, found: Mapping[str, Speeds], order: Sequence[str]) -> None
 
 def policies(file: dict[str, Any], out: Path) -> None:
     """Speed of every policy over one stream, by model, a panel for each dtype."""
-    panels = {dtype: found for dtype in ("float32", "float16") if (found := speeds(file["models"], dtype))}
-    every = [speed for found in panels.values() for one in found.values() for speed in one.values()]
-    order, stamp = ranked(panels.values()), file["environment"]
+    panels = {dtype: speeds(file["models"], dtype) for dtype in ("float32", "float16")}
+    gained = {model: [found[model]["contention"][0] for found in panels.values()] for model in panels["float32"]}
+    order = sorted(gained, key=lambda model: (model == MEAN, -geometric_mean(gained[model])))  # the mean last
+    every = [end for found in panels.values() for one in found.values() for ends in one.values() for end in ends]
+    stamp = file["environment"]
     figure = Figure(figsize=(10.4, height := 1.75 + 0.46 * len(order)))
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     figure.subplots_adjust(left=0.135, right=0.945, top=1 - 0.85 / height, bottom=0.92 / height, wspace=0.17)
-    ends = min(low for _, low, _ in every) - 0.06, max(high for _, _, high in every) + 0.06
     for one, (dtype, found) in zip(axes, panels.items(), strict=True):
         marks(one, found, order)
-        one.set(title=dtype, xlabel="speed over one stream", xlim=ends)
+        one.set(title=dtype, xlabel="speed over one stream", xlim=(min(every) - 0.06, max(every) + 0.06))
     axes[0].set_yticks(range(len(order)), order)
     axes[0].get_yticklabels()[-1].set_fontweight("bold")
     figure.legend(
