@@ -5,9 +5,7 @@
 Each model's eager kernels are captured on one stream, so that no two of them share the GPU, and the same graph is
 watched three times: by our own observation (CUPTI, told by graph node id), by torch.profiler, and in a process of its
 own under ``ncu`` (``gpu__time_duration``, clocks and caches left alone), which runs kernels one at a time. Kernels are
-joined by their place in the graph, and names have to agree. For each pair of tools: the ratio of their sums, the
-quartiles of the ratio of a kernel's medians, and the line through them. Without ``ncu`` on the PATH its column is left
-out, and said to be.
+joined by their place in the graph, and names have to agree.
 """
 
 from __future__ import annotations
@@ -15,10 +13,10 @@ from __future__ import annotations
 import argparse
 import csv
 import io
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from operator import truediv
 from statistics import linear_regression, median, quantiles
 from typing import Any
 
@@ -66,13 +64,10 @@ def one_model(name: str, dtype: str) -> dict[str, Any]:
         tools = {"nimble": ours(device, recorded, executable), "torch.profiler": profiled(executable, REPLAYS)}
     executable.close()
     notes = []
-    if shutil.which("ncu"):
-        try:
-            tools["ncu"] = under_ncu(name, dtype)
-        except (ValueError, subprocess.SubprocessError) as why:
-            notes.append(f"ncu: {why}")
-    else:
-        notes.append("ncu is not on the PATH")
+    try:
+        tools["ncu"] = under_ncu(name, dtype)
+    except (OSError, ValueError, subprocess.SubprocessError) as why:  # it may not be on the PATH
+        notes.append(f"ncu: {why}")
     return compared(tools) | {"notes": notes}
 
 
@@ -173,23 +168,18 @@ def compared(tools: Mapping[str, Sequence[Timed]]) -> dict[str, Any]:
             continue
         against[tool] = {"kernels": len(theirs), "joined": 0}
         if [name for name, _ in mine] == [name for name, _ in theirs]:
-            pairs = [(ns, other) for (_, ns), (_, other) in zip(mine, theirs, strict=True)]
-            ours_ns, theirs_ns = zip(*pairs, strict=True)
+            ours_ns, theirs_ns = ([ns for _, ns in of] for of in (mine, theirs))
+            line = linear_regression(ours_ns, theirs_ns)
             against[tool] |= {
-                "joined": len(pairs),
+                "joined": len(mine),
                 "sum": sum(ours_ns) / sum(theirs_ns),
-                "quartiles": quantiles([ns / other for ns, other in pairs], n=4),
-                "theirs of ours": dict(zip(("slope", "added_ns"), fitted(pairs), strict=True)),
+                "quartiles": quantiles(map(truediv, ours_ns, theirs_ns), n=4),
+                # A tool that waits around each kernel adds a constant.
+                "theirs of ours": {"slope": line.slope, "added_ns": line.intercept},
             }
             for kernel, ns in zip(kernels, theirs_ns, strict=True):
                 kernel[tool] = ns
     return {"kernels": kernels, "ours over": against}
-
-
-def fitted(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """``(slope, intercept in ns)`` of their times over ours: a tool that waits around each kernel adds a constant."""
-    line = linear_regression(*zip(*pairs, strict=True))
-    return line.slope, line.intercept
 
 
 def lines(key: str, result: Mapping[str, Any]) -> list[str]:

@@ -6,10 +6,8 @@
 Each way and each start is a process of its own. *Cold* finds empty caches: ours, Inductor's and Triton's. *Warm* is the
 next process, which finds what the first has kept. What is timed begins when model and inputs lie on the device and
 eager has run once, and ends with outputs: of the first call of ours, of the third of ``torch.compile``, whose first
-compiles and whose second records (on CUDA in mode ``reduce-overhead``; on the host in its default mode). *Ours first*
-ends where ``prepare(..., background=True)`` returns; *ours compiled* is ``fuse="inductor"`` on the host. Processes' own
-CPU time is kept beside, which others on the machine disturb less; on the host torch has one thread. The phases are
-those of ``Engine.seconds``.
+compiles and whose second records (on CUDA in mode ``reduce-overhead``). *Ours first* ends where
+``prepare(..., background=True)`` returns; *ours compiled* is ``fuse="inductor"``. On the host torch has one thread.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ import pandas
 import torch
 from torch import nn
 
-from benchmarks.common import in_process, options, write
+from benchmarks.common import in_process, markdown, options, write
 from benchmarks.models import ROWS, Inference, Inputs, load
 from nimble_core import Nimble, Options
 from nimble_core.profiling.machine import environment
@@ -65,7 +63,7 @@ def main() -> None:
             for _ in range(given.rounds):
                 taken += both_starts(row, way, given.device)
         write(given.out, {"samples": taken}, stamp)
-    print("\n".join(table(taken)))
+    print(table(taken))
 
 
 def both_starts(row: str, way: str, device: str) -> list[dict[str, Any]]:
@@ -86,10 +84,11 @@ def both_starts(row: str, way: str, device: str) -> list[dict[str, Any]]:
 def measured(row: str, way: str, device: str) -> dict[str, Any]:
     """Prepare once, in this process."""
     model, (args, kwargs) = case(row, device)
-    ready = Options(fuse="inductor") if way == "ours compiled" else Options()
+    wanted = Options(fuse="inductor") if way == "ours compiled" else Options()
+    settle = torch.cuda.synchronize if device == "cuda" else lambda: None
     with torch.no_grad():
         model(*args, **kwargs)
-        settled(device)
+        settle()
         wall, cpu = time.perf_counter(), cpu_s()
         if way == "torch.compile":
             compiled = torch.compile(model, mode="reduce-overhead" if device == "cuda" else None)
@@ -97,13 +96,13 @@ def measured(row: str, way: str, device: str) -> dict[str, Any]:
                 compiled(*args, **kwargs)
             found = {}
         else:
-            net = Nimble(model, ready).prepare(*args, background=way == "ours first", **kwargs)
+            net = Nimble(model, wanted).prepare(*args, background=way == "ours first", **kwargs)
             if way != "ours first":
                 net(*args, **kwargs)
             (engine,) = net.engines
             kept = any("by an earlier process" in note for note in engine.notes)
             found = {"phases": dict(engine.seconds), "chosen": engine.schedule.policy, "recalled": kept}
-        settled(device)
+        settle()
     seconds = {"wall_s": time.perf_counter() - wall, "cpu_s": cpu_s() - cpu}
     compiler = COUNTERS.require()["inductor"] if "torch._dynamo" in sys.modules else {}
     return {**seconds, **found, "compiler_cache": {name: compiler[name] for name in compiler if "cache" in name}}
@@ -126,16 +125,10 @@ def case(row: str, device: str) -> tuple[nn.Module, Inputs]:
     return given.model, given.fresh()
 
 
-def settled(device: str) -> None:
-    """Wait for the device."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
 def cpu_s() -> float:
     """CPU time of this process and of those that it has waited for, seconds."""
-    both = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in both)
+    spent = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(one.ru_utime + one.ru_stime for one in spent)
 
 
 def line(sample: dict[str, Any]) -> str:
@@ -147,18 +140,18 @@ def line(sample: dict[str, Any]) -> str:
     return f"{head}{sample['wall_s']:7.1f} s{sample['cpu_s']:7.1f} s CPU   {', '.join(phases)}"
 
 
-def table(taken: Sequence[dict[str, Any]]) -> list[str]:
+def table(taken: Sequence[dict[str, Any]]) -> str:
     """Medians of wall and CPU time by row, way and start, as a Markdown table, with ratios to ``torch.compile``."""
     ways = list(dict.fromkeys(one["way"] for one in taken))
-    samples = pandas.DataFrame(one for one in taken if "error" not in one)
+    right = [one for one in taken if "error" not in one]
+    samples = pandas.DataFrame(right, columns=["row", "start", "way", "wall_s", "cpu_s"])
     medians = samples.groupby(["row", "start", "way"], sort=False)[["wall_s", "cpu_s"]].median().unstack("way")
-    lines = ["| row | start | " + " | ".join(ways) + " |", "| --- | --- |" + " ---: |" * len(ways)]
+    rows = []
     for (row, start), seconds in medians.iterrows():
         wall, cpu = (seconds[name].reindex(ways) for name in ("wall_s", "cpu_s"))
         over = cpu / cpu.get("torch.compile", float("nan"))
-        cells = (f"{wall[way]:.1f} s, {cpu[way]:.1f} s CPU ({over[way]:.2f}x)" for way in ways)
-        lines.append(f"| {row} | {start} | {' | '.join(cells)} |")
-    return lines
+        rows.append([row, start, *(f"{wall[way]:.1f} s, {cpu[way]:.1f} s CPU ({over[way]:.2f}x)" for way in ways)])
+    return markdown(["row", "start", *ways], rows)
 
 
 if __name__ == "__main__":
