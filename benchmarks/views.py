@@ -1,13 +1,12 @@
-"""How fast a large report opens in a browser, and how many frames a second it draws while it is panned.
+"""How fast a large report is saved and loaded, opens in a browser, and is drawn while it is panned.
 
     python -m benchmarks.views --out benchmarks/results/views-host.json
 
-Opens reports of 10,000 calls (as they are, and fused) in headless Chromium without a GPU, on two cores: as the page
-that ``to_html`` writes, and as what a notebook holds, the same page packed into a frame. Opening ends with the second
-frame that was drawn after the views are there. Then DAG (as it opens, with all modules open, and with all of them in
-sight) and timeline are dragged with the mouse, and the frames that the page draws are counted: the mean rate, and the
-longest time between two. A browser draws at most 60 a second. Exits with 1 where opening takes longer than ``LIMIT_S``
-or panning is below ``LIMIT_FPS``.
+Reports of 10,000 calls (as they are, and fused, with the eager calls beside them; both with three timelines) are saved
+and loaded; the fastest of each counts. Then headless Chromium without a GPU opens them, on two cores: as the page that
+``to_html`` writes, and as what a notebook holds, the same page packed into a frame. Opening ends with the second frame
+that was drawn after the views are there. DAG and timeline are dragged with the mouse, and the frames that the page
+draws are counted; a browser draws at most 60 a second. Exits with 1 where a limit is missed.
 """
 
 from __future__ import annotations
@@ -23,14 +22,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.common import ROOT, options, write
-from benchmarks.report_file import CALLS, reports
+from benchmarks.common import options, write
 from nimble_core.profiling.machine import environment
+from nimble_viz import load
 from nimble_viz.render.html import fragment, page
 from nimble_viz.render.report import Report
+from tests.support.lab import chromium
+from tests.support.sample_reports import fused_report, sample_report
 
-LIMIT_S, LIMIT_FPS = 3.0, 20.0
-"""Most seconds until a report of 10,000 calls is open; fewest frames a second while it is panned."""
+LIMIT_FILE_S, LIMIT_BYTES, LIMIT_S, LIMIT_FPS = 1.0, 5_000_000, 3.0, 20.0
+"""Most seconds for saving, and for loading; largest file; most seconds until open; fewest frames a second."""
 CORES = 2
 SIZE = {"width": 1280, "height": 800}
 VIEWS = {
@@ -51,26 +52,38 @@ _COUNTED = "() => { cancelAnimationFrame(window.counting); return window.counted
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print one line for each report and view, write the file; 1 where a limit is missed."""
+    """Measure, print what was found of each report, write the file; 1 where a limit is missed."""
     parser = options(__doc__)
-    parser.add_argument("--calls", type=int, default=CALLS, help=f"calls of each report (default: {CALLS:,})")
-    parser.add_argument("--rounds", type=int, default=5, help="of opening (default: 5)")
+    parser.add_argument("--calls", type=int, default=10_000, help="calls of each report (default: 10,000)")
+    parser.add_argument("--rounds", type=int, default=5, help="of saving, loading and opening (default: 5)")
     parser.add_argument("--seconds", type=float, default=3.0, help="of panning each view (default: 3)")
     given = parser.parse_args(argv)
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])  # the browser's processes inherit it
-    sys.path.insert(0, str(ROOT))
-    from tests.support.lab import chromium
-
     stamp, rows = environment("cpu"), {}
     with chromium() as browser, tempfile.TemporaryDirectory() as folder:
         name = f"Chromium {browser.version}, headless, {SIZE['width']} × {SIZE['height']}"
-        for kind, make in reports(given.calls).items():
-            rows[kind] = one_report(browser, make(), Path(folder), given.rounds, given.seconds)
+        for kind, make in {"eager's kernels": sample_report, "fused": fused_report}.items():
+            report, at = make(given.calls, width=8), Path(folder)
+            file = {"file": saved(report, at, given.rounds)}
+            rows[kind] = file | one_report(browser, report, at, given.rounds, given.seconds)
             print(*lines(f"{kind}, {given.calls:,} calls", rows[kind]), sep="\n", flush=True)
     write(given.out, {"browser": name, "calls": given.calls, "reports": rows}, stamp)
     wrong = [f"MISSED: {one}\n" for row in rows.values() for one in missed(row)]
     print(*wrong, sep="", end="")
     return int(bool(wrong))
+
+
+def saved(report: Report, folder: Path, rounds: int) -> dict[str, float]:
+    """Fastest seconds of saving and of loading, and bytes of the file."""
+    path, times = folder / "large.nimble", list[tuple[float, float]]()
+    for _ in range(rounds):
+        began = time.perf_counter()
+        report.save(path)
+        between = time.perf_counter()
+        load(path)
+        times.append((between - began, time.perf_counter() - between))
+    save_s, load_s = map(min, zip(*times, strict=True))
+    return {"save_s": save_s, "load_s": load_s, "bytes": path.stat().st_size}
 
 
 def one_report(browser: Any, report: Report, folder: Path, rounds: int, seconds: float) -> dict[str, Any]:
@@ -135,15 +148,18 @@ def dragged(shown: Any, canvas: str, seconds: float) -> dict[str, float]:
 
 def missed(row: Mapping[str, Any]) -> list[str]:
     """Describe the limits that a report misses."""
-    opens = {form: median(one["s"]) for form, one in row["open"].items()}
-    slow = [f"{form} opens in {seconds:.2f} s" for form, seconds in opens.items() if seconds > LIMIT_S]
+    file, opens = row["file"], {form: median(one["s"]) for form, one in row["open"].items()}
+    slow = [f"{what} {file[what]:.2f}" for what in ("save_s", "load_s") if file[what] > LIMIT_FILE_S]
+    slow += [f"{file['bytes']:,} bytes"] * (file["bytes"] > LIMIT_BYTES)
+    slow += [f"{form} opens in {seconds:.2f} s" for form, seconds in opens.items() if seconds > LIMIT_S]
     pans = row["pan"].items()
     return slow + [f"{name} pans at {one['fps']:.0f} frames/s" for name, one in pans if one["fps"] < LIMIT_FPS]
 
 
 def lines(name: str, row: Mapping[str, Any]) -> Iterator[str]:
     """Format a report's figures as text."""
-    yield f"{name}:"
+    file = row["file"]
+    yield f"{name}: saved in {file['save_s']:.2f} s, loaded in {file['load_s']:.2f} s, {file['bytes']:,} bytes"
     for form, one in row["open"].items():
         least, middle, most = min(one["s"]), median(one["s"]), max(one["s"])
         yield f"  {form}: open in {middle:.2f} s ({least:.2f} to {most:.2f}), {one['bytes']:,} bytes"
