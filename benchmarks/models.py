@@ -23,11 +23,6 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop_c
 from benchmarks import cells
 from benchmarks.llama import Size, llama
 
-__all__ = [
-    *("LOST", "ROWS", "SIX", "Build", "Inference", "Row", "Training", "calibrated", "example", "images", "load"),
-    *("same_masks", "sgd", "trained", "Work", "work", "work_of_compiled", "work_of_export", "work_of_recording"),
-]
-
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -155,6 +150,8 @@ def _classifier(name: str, side: int, **options: Any) -> Any:
 
 
 def images(name: str, size: int = 224, tiny_size: int = 64, calibrate: bool = True, **options: Any) -> Build:
+    """Make a classifier of square images so many pixels wide."""
+
     def build(batch: int, device: str, tiny: bool) -> Inference:
         side, count = (tiny_size, 1) if tiny else (size, batch)
         model = _classifier(name, side, **options).to(device)

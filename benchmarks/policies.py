@@ -49,11 +49,8 @@ MODELS = (
 )  # fmt: skip
 """What scheduling is measured on: wide graphs and narrow ones."""
 
-OURS = ("nimble", "contention")
-"""Policies that are also measured under a memory limit."""
-
-LIMIT = 1.25
-"""Size of the arena under a memory limit, in arenas of one stream."""
+OURS, LIMIT = ("nimble", "contention"), 1.25
+"""Policies that are also measured under a memory limit, and that of their arenas, in arenas of one stream."""
 
 ROUNDS, IN_A_ROW = 101, 5
 WAYS = ("replay", "back to back")
@@ -225,16 +222,10 @@ def entries_of(
             "replay over critical path": replay.median_ns / path_ns if path_ns else None,
             "simulated us": simulated_ns / 1e3,
             "simulation error": simulated_ns / in_a_row.median_ns - 1,
-            "memory": memory_figures(one),
+            "memory": {"held bytes": one.nbytes} | ({"arena bytes": one.memory.nbytes} if one.memory else {}),
             "equality": asdict(check_equality(name, from_same_state(recorded, one.run), cases)),
         }
     return found
-
-
-def memory_figures(executable: Executable) -> dict[str, Any]:
-    """Bytes that an executable holds, and those of its arena."""
-    arena = {} if executable.memory is None else {"arena bytes": executable.memory.nbytes}
-    return {"held bytes": executable.nbytes, **arena}
 
 
 def summary(models: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
@@ -271,15 +262,12 @@ def summary(models: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def spread(values: Mapping[str, float | None]) -> dict[str, Any]:
-    """Least, geometric mean and most of the values that are known, and whose the ends are; empty if none is.
-
-    >>> spread({"a": 1.0, "b": None, "c": 4.0})
-    {'least': [1.0, 'a'], 'geometric mean': 2.0, 'most': [4.0, 'c']}
-    """
-    known = sorted((value, name) for name, value in values.items() if value)
-    mean = geometric_mean([value for value, _ in known] or [1.0])
-    return {"least": list(known[0]), "geometric mean": mean, "most": list(known[-1])} if known else {}
+def spread(values: Mapping[str, float]) -> dict[str, Any]:
+    """Least, geometric mean and most of the values, and whose the ends are; empty if there is none."""
+    if not values:
+        return {}
+    known = [[value, name] for name, value in values.items()]
+    return {"least": min(known), "geometric mean": geometric_mean(values.values()), "most": max(known)}
 
 
 if __name__ == "__main__":

@@ -204,8 +204,6 @@ def measure(shape: str, size: int, width: int, limit_s: float, hopeless: Collect
         "shape": shape,
         "calls": size,
         "width": width,
-        "edges": len(graph.edges),
-        "meg_edges": len(graph.meg),
         "streams": {name: plan.streams for name, plan in plans.items()},
         "syncs": {name: len(plan.syncs) for name, plan in plans.items()},
         "samples_s": samples,

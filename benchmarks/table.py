@@ -3,21 +3,19 @@
     python -m benchmarks.table          # reads benchmarks/results/h200.jsonl.gz
     python -m benchmarks.table --check  # writes nothing; exit status 1 where a page says something else
 
-A table lies between two equal marks: ``<!-- inference -->``, ``<!-- training -->``, ``<!-- streams -->``, or the
-README's short ``<!-- speed -->``. For each measure the best peer
-of a row is the fastest right one, graphs captured by hand included. Ratios are of processes: they are bold where the
-interval (``nimble_core.ir.measurement.across``) lies beyond the 5% by which two processes may differ.
+A table lies between two equal marks: ``<!-- inference -->``, ``<!-- training -->``, or the README's short
+``<!-- speed -->``. For each measure the best peer of a row is the fastest right one, graphs captured by hand included.
+Ratios are of processes: they are bold where the interval (``nimble_core.ir.measurement.across``) lies beyond the 5% by
+which two processes may differ.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import geometric_mean
-from typing import Any
 
 from benchmarks import training_ways
 from benchmarks import ways as inference_ways
@@ -27,7 +25,6 @@ from benchmarks.store import OURS, Record, over, read
 from nimble_core.ir.measurement import Ratio
 
 STORES = tuple(ROOT / "benchmarks" / "results" / f"{gpu}.jsonl.gz" for gpu in ("h200",))
-EAGERS_KERNELS = ROOT / "benchmarks" / "results" / "cuda-h200.json"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
 NOTHING = "Not measured yet."
 MEASURES = {"latency_us": "latency", "throughput_us": "throughput", "device_us": "device time"}
@@ -126,19 +123,6 @@ def table(records: Sequence[Record], *, training: bool) -> str:
     return f"{text}\n\n{markdown(heads, shown)}"
 
 
-def streams(models: Mapping[str, Any]) -> str:
-    """Write what streams alone gain, of the models in ``cuda-h200.json``."""
-    heads = ("model, dtype", "eager", "one stream", "many streams", "many / one", "many / eager", "streams, syncs")
-    found = []
-    for name, model in sorted(models.items()):
-        times = [f"{model['times'][run]['median us']:.0f}" for run in ("eager", "single replay", "multi replay")]
-        ratios = ("multi over single, replay", "multi over eager, call")
-        cells = [*times, *(f"{model['ratios'][ratio]['value']:.2f}x" for ratio in ratios)]
-        plan = f"{model['streams']}, {model['syncs']['planned']}"
-        found.append([name, *cells, plan, f"{model['distance to critical path']:.2f}x"])
-    return markdown([*heads, "of critical path"], found)
-
-
 def tables(stores: Iterable[Sequence[Record]], *, training: bool) -> str:
     """Write the tables of several GPUs, one after the other; those without a row are left out."""
     found = dict.fromkeys(table(records, training=training) for records in stores)
@@ -228,7 +212,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "inference": tables(stores, training=False),
         "training": tables(stores, training=True),
         "speed": speed(stores),
-        "streams": streams(json.loads(EAGERS_KERNELS.read_text())["models"]),
     }
     return publish({path: filled(path.read_text(), parts) for path in PAGES}, "table", check=given.check)
 
