@@ -261,11 +261,7 @@ def _others(rows: Rows) -> Iterable[list[str]]:
 
 def _where(rows: Rows) -> str:
     latest = max((one for ways in rows.values() for one in ways.values()), key=lambda one: one.date, default=None)
-    if latest is None:
-        return NOTHING
-    where = latest.environment
-    about = f"One {where.get('device_name')} (driver {where.get('driver')}), host {where.get('host_cpu')}"
-    return f"{about}, {where.get('cores')} cores; torch {latest.packages.get('torch')}; {latest.date[:10]}."
+    return NOTHING if latest is None else f"{latest.where}; {latest.date[:10]}."
 
 
 def parts(rows: Rows) -> dict[str, str]:

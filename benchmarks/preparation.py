@@ -77,7 +77,7 @@ def both_starts(row: str, way: str, device: str) -> list[dict[str, Any]]:
             except RuntimeError as error:
                 sample = {"error": str(error)[:300]}
             found.append({"row": row, "way": way, "start": start, **sample})
-            print(line(found[-1]), flush=True)
+            print(json.dumps(found[-1]), flush=True)
     return found
 
 
@@ -129,15 +129,6 @@ def cpu_s() -> float:
     """CPU time of this process and of those that it has waited for, seconds."""
     spent = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(one.ru_utime + one.ru_stime for one in spent)
-
-
-def line(sample: dict[str, Any]) -> str:
-    """One process in a line."""
-    head = f"{sample['row']:<16}{sample['way']:<16}{sample['start']:<6}"
-    if "error" in sample:
-        return f"{head}{sample['error']}"
-    phases = [f"{name} {seconds:.1f}" for name, seconds in sample.get("phases", {}).items() if seconds >= 0.05]
-    return f"{head}{sample['wall_s']:7.1f} s{sample['cpu_s']:7.1f} s CPU   {', '.join(phases)}"
 
 
 def table(taken: Sequence[dict[str, Any]]) -> str:

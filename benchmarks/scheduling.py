@@ -22,8 +22,7 @@ from typing import Any
 
 from benchmarks.common import in_process, options, write
 from nimble_core.algorithms.reachability import predecessor_lists
-from nimble_core.algorithms.transitive_reduction import transitive_reduction
-from nimble_core.ir.call_graph import CallGraph, build_graph, predecessors
+from nimble_core.ir.call_graph import CallGraph, build_graph
 from nimble_core.ir.costs import Costs
 from nimble_core.ir.program import Access, Call, Program, Storage, TensorRef
 from nimble_core.ir.schedule import Schedule
@@ -163,15 +162,11 @@ def steps_of(
     program: Program, costs: Costs, graph: CallGraph, free: Schedule, capped: Schedule
 ) -> dict[str, Callable[[], Any]]:
     """Return the steps by name; those after a policy work on the plan of ``nimble``, capped where they say so."""
-    before = predecessors(graph)
-    policies = {f"{name}, {CAP} streams": partial(one, graph, costs, max_streams=CAP) for name, one in POLICIES.items()}
-    del policies[f"single, {CAP} streams"]
     return {
         "build graph": lambda: build_graph(program),
-        "reduction": lambda: transitive_reduction(before),
-        "single": lambda: POLICIES["single"](graph, costs),
         "nimble": lambda: nimble(graph, costs),
-        **policies,
+        f"nimble, {CAP} streams": lambda: nimble(graph, costs, max_streams=CAP),
+        f"contention, {CAP} streams": lambda: POLICIES["contention"](graph, costs, max_streams=CAP),
         "check": lambda: check_schedule(graph, free),
         f"check, {CAP} streams": lambda: check_schedule(graph, capped),
         "simulate exact": lambda: simulate(graph, free, costs, EXACT),

@@ -85,6 +85,13 @@ class Record:
         return self.row, self.way, self.together, self.place
 
     @property
+    def where(self) -> str:
+        """The machine that it was measured on, and torch's version."""
+        about = f"One {self.environment.get('device_name')} (driver {self.environment.get('driver')})"
+        host = f"host {self.environment.get('host_cpu')}, {self.environment.get('cores')} cores"
+        return f"{about}, {host}; torch {self.packages.get('torch')}"
+
+    @property
     def wrong(self) -> bool:
         """Whether its outputs are not eager's: it is named, and not counted."""
         return self.rel_err is not None and self.bound is not None and self.rel_err > self.bound

@@ -194,12 +194,7 @@ def _peers(rows: Mapping[str, Mapping[str, Record]]) -> str:
 def _where(rows: Mapping[str, Mapping[str, Record]]) -> str:
     """Machine and versions of the latest record of ours."""
     one = max((ways["ours"] for ways in rows.values()), key=lambda one: one.date)
-    where, packages = one.environment, one.packages
-    host = f"host {where.get('host_cpu')}, {where.get('cores')} cores"
-    return (
-        f"One {where.get('device_name')} (driver {where.get('driver')}), {host}; torch {packages.get('torch')}, "
-        f"transformers {packages.get('transformers')}"
-    )
+    return f"{one.where}, transformers {one.packages.get('transformers')}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -22,8 +22,7 @@ def test_a_warm_start_finds_what_the_cold_one_has_kept() -> None:
 
 def test_what_fails_is_said() -> None:
     for sample in preparation.both_starts("mlp", "nobody's", "nowhere"):
-        assert "error" in sample
-        assert sample["error"] in preparation.line(sample)
+        assert "invalid choice" in sample["error"]
 
 
 @pytest.mark.parametrize("row", ["mlp", "branches", "llama-decode"])
