@@ -3,7 +3,8 @@
     python -m benchmarks.coverage --out benchmarks/results/coverage-host.jsonl    # goes on where it stopped
     python -m benchmarks.coverage --device cuda --out benchmarks/results/coverage-h200.jsonl
     python -m benchmarks.coverage --names transformers:bert --group host               # one, printed
-    python -m benchmarks.coverage --table                                # writes docs/coverage.md; --check: only looks
+    python -m benchmarks.coverage --group lowering --out benchmarks/results/lowering-host.jsonl  # what lowering.py says
+    python -m benchmarks.coverage --table                      # writes their tables into pages; --check: only looks
 
 ``coverage_list.json`` names the architectures of each group, as ``package:name``; one of transformers is a model type,
 with its default configuration made small by one rule (``small``). Each has a process of its own, time and memory of
@@ -13,7 +14,6 @@ which are limited. A model counts as static where two eager runs on different va
 
 from __future__ import annotations
 
-import argparse
 import copy
 import gc
 import inspect
@@ -34,6 +34,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from benchmarks import lowering
 from benchmarks.common import ROOT, filled, markdown, options, publish
 from benchmarks.models import Noted
 from nimble_core import Nimble, Options, TrainStep
@@ -43,7 +44,7 @@ from nimble_core.validation.distances import relative_error
 
 LIST = ROOT / "benchmarks" / "coverage_list.json"
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "docs" / "coverage.md", ROOT / "README.md")
+PAGES = (ROOT / "docs" / "coverage.md", ROOT / "docs" / "kernels.md", ROOT / "README.md")
 # Time decides which plan is kept, not what is right: a second of it is enough on a host.
 GROUPS = {
     "host": ("on the host, default options", Options(budget_s=1.0)),
@@ -51,6 +52,7 @@ GROUPS = {
     "cuda": ('on a GPU, `tune="off"`', Options(tune="off")),
     "cuda-default": ("on a GPU, default options", Options()),
 }
+LOWERING = "lowering"  # no run of a model, but what its compiler gets
 FRESH = 2
 _LIMIT_S, _LIMIT_GB, _MOST = 120, 8, 400_000_000
 _LAYERS = re.compile(r"(^|_)(layers?|num_blocks|depth)$")
@@ -284,6 +286,9 @@ def measure(name: str, group: str) -> Row:
     row: Row = {"name": name, "group": group, "static": None, "passes": False}
     try:
         model, inputs, row["size"] = made(name, device)
+        if group == LOWERING:
+            found = lowering.compared(model, inputs(0))
+            return row | {"static": True, "passes": not (found["ours more"] or found["theirs more"]), **found}
         row["inputs"] = {key: list(one.shape) for key, one in inputs(0).items()}
         row["why"] = why_not_static(model.train(group == "training"), inputs)
         row["static"], prepared = not row["why"], time.monotonic()
@@ -294,18 +299,18 @@ def measure(name: str, group: str) -> Row:
     return row | {"seconds": round(now - started, 1), "own_s": round(now - prepared, 1)}
 
 
-def run(work: Sequence[tuple[str, str]], out: Path | None, one: Callable[[str, str], Row] = measure) -> Iterator[Row]:
-    """Rows of ``(name, group)`` that the file lacks, each made by ``one`` in a process of its own; and kept there."""
+def run(work: Sequence[tuple[str, str]], out: Path | None) -> Iterator[Row]:
+    """Rows of ``(name, group)`` that the file lacks, each made in a process of its own; and kept there."""
     # Forked: what all need is imported once.
     import transformers.models.bert.modeling_bert  # noqa: F401  # what children then need not import
 
     gc.freeze()
     fork = multiprocessing.get_context("fork")
     held = map(json.loads, out.read_text().splitlines() if out and out.exists() else ())
-    done = {(row["name"], row.get("group", "cpu")) for row in held}
+    done = {(row["name"], row.get("group", LOWERING)) for row in held}
     for name, group in (one for one in work if one not in done):
         mine, theirs = fork.Pipe(duplex=False)
-        process = fork.Process(target=_child, args=(one, name, group, theirs))
+        process = fork.Process(target=_child, args=(name, group, theirs))
         process.start()
         theirs.close()
         row: Row = {"name": name, "group": group, "static": None, "passes": False}
@@ -321,10 +326,10 @@ def run(work: Sequence[tuple[str, str]], out: Path | None, one: Callable[[str, s
         yield row
 
 
-def _child(one: Callable[[str, str], Row], name: str, group: str, pipe: Any) -> None:
+def _child(name: str, group: str, pipe: Any) -> None:
     if not group.startswith("cuda"):  # which maps far more than it uses
         resource.setrlimit(resource.RLIMIT_DATA, (_LIMIT_GB << 30, _LIMIT_GB << 30))
-    pipe.send(one(name, group))
+    pipe.send(measure(name, group))
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -367,28 +372,24 @@ def results(folder: Path) -> list[Row]:
     ]
 
 
-def list_options(about: str | None) -> argparse.ArgumentParser:
-    """Options of a script that goes through the list."""
-    parser = options(about)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what is due, or write the tables."""
+    parser = options(__doc__)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--names", nargs="+", help="all of the list by default")
+    parser.add_argument("--group", action="append", choices=[*GROUPS, LOWERING], help="by default all of the device")
+    parser.add_argument("--names", nargs="+", help="by default all of the list")
     parser.add_argument("--table", action="store_true", help="write the pages of what the results say")
     parser.add_argument("--check", action="store_true", help="exit status 1 where the pages say something else")
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is due, or write the table."""
-    parser = list_options(__doc__)
-    parser.add_argument("--group", action="append", choices=[*GROUPS], help="all of the device by default")
     given = parser.parse_args(arguments)
     if given.table or given.check:
-        rows = results(RESULTS)
-        texts = {page: filled(page.read_text(), {"coverage": table(rows), "works": works(rows)}) for page in PAGES}
+        rows, graphs = results(RESULTS), (RESULTS / "lowering-host.jsonl").read_text().splitlines()
+        parts = {"coverage": table(rows), "works": works(rows), LOWERING: lowering.table([*map(json.loads, graphs)])}
+        texts = {page: filled(page.read_text(), parts) for page in PAGES}
         return publish(texts, "coverage --table", check=given.check)
     groups = given.group or [group for group in GROUPS if group.startswith("cuda") == (given.device == "cuda")]
-    work = [(name, group) for group in groups for name in given.names or json.loads(LIST.read_text())[group]]
-    for row in run(work, given.out):
+    listed: dict[str, list[str]] = json.loads(LIST.read_text())
+    listed[LOWERING] = sorted({name for names in listed.values() for name in names})
+    for row in run([(name, group) for group in groups for name in given.names or listed[group]], given.out):
         outcome = "pass" if row["passes"] else "FAIL" if row["static"] else "not static"
         print(outcome, row["group"], row["name"], row.get("error", ""), flush=True)
     return 0

@@ -1,22 +1,13 @@
 """Does the compiler get from us the graph that it gets from ``torch.compile``?
 
-    python -m benchmarks.lowering --out benchmarks/results/lowering-host.jsonl    # goes on where it stopped
-    python -m benchmarks.lowering --names transformers:bert                       # one, printed
-    python -m benchmarks.lowering --table               # writes docs/kernels.md; --check: only looks
-
 We hand Inductor a recording of eager's calls, ``torch.compile`` what Dynamo reads in the model's Python. Both graphs
 are compared as Inductor is about to make kernels of them, all operators taken apart: how many of each operator one
 has more than the other. Views, copies and what only makes constants (ours are folded ahead of time) are not compared. A
 model whose graphs agree gets the same kernels from both, before our rewrites. Nothing is compiled.
-
-The architectures are those of ``coverage_list.json``, small and in float32, by default on the host.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,19 +15,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from benchmarks import coverage
-from benchmarks.common import ROOT, filled, markdown, publish
+from benchmarks.common import markdown
 from nimble_core import Nimble, Options
 from nimble_core.compiler.inductor import compile_graph
 from nimble_core.compiler.to_fx import lift
 from nimble_core.torch_compat.compiler import INDUCTOR_CONFIG
 from nimble_core.tracing.operator_traits import is_view
-from nimble_core.utils.errors import first_line
 
-PAGE = ROOT / "docs" / "kernels.md"
-RESULTS = ROOT / "benchmarks" / "results" / "lowering-host.jsonl"
 Row = dict[str, Any]
-
 _COPIES = {"aten.clone.default", "aten.alias.default", "aten.detach.default", "aten.copy.default"}
 _CONSTANTS = {"aten.full.default", "prims.iota.default", "aten.lift_fresh_copy.default", "aten.scalar_tensor.default"}
 
@@ -89,19 +75,6 @@ def compared(model: torch.nn.Module, inputs: dict[str, Any]) -> Row:
     return {"both": (ours & theirs).total(), "ours more": dict(ours - theirs), "theirs more": dict(theirs - ours)}
 
 
-def measure(name: str, device: str = "cpu") -> Row:
-    """One row: an architecture's graphs, or why there is only one."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    row = {"name": name, "group": device, "torch": str(torch.__version__)}
-    try:
-        model, inputs, _ = coverage.made(name, device)
-        return row | compared(model, inputs(0))
-    except Exception as error:
-        return row | {"error": f"{type(error).__name__}: {first_line(error)}"}
-
-
 def table(rows: Sequence[Row]) -> str:
     """Say in Markdown how many agree, how the others differ, and which are not compared."""
     both = [row for row in rows if "both" in row]
@@ -116,21 +89,3 @@ def table(rows: Sequence[Row]) -> str:
 
 def _told(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "–"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare what the file does not hold yet."""
-    given = coverage.list_options(__doc__).parse_args(arguments)
-    if given.table or given.check:
-        rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
-        text = filled(PAGE.read_text(), {"lowering": table(rows)})
-        return publish({PAGE: text}, "lowering --table", check=given.check)
-    groups: dict[str, list[str]] = json.loads(coverage.LIST.read_text())
-    names = given.names or sorted({name for names in groups.values() for name in names})
-    for row in coverage.run([(name, given.device) for name in names], given.out, measure):
-        print(json.dumps(row), flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

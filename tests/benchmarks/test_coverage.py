@@ -69,3 +69,10 @@ def test_one_architecture_from_the_command(tmp_path: Path, capsys: pytest.Captur
         ("transformers:none", False, None),
     ]
     assert "pass host transformers:bert" in capsys.readouterr().out
+
+
+def test_graphs_of_one_architecture_from_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert coverage.main(["--group", "lowering", "--names", "transformers:bert", "transformers:none"]) == 0
+    bert, none = capsys.readouterr().out.splitlines()
+    assert bert.strip() == "pass lowering transformers:bert"
+    assert none.startswith("not static lowering transformers:none KeyError")
