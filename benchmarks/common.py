@@ -62,7 +62,7 @@ def publish(pages: Mapping[Path, str], command: str, *, check: bool) -> int:
     changed = {path: text for path, text in pages.items() if text != path.read_text(encoding="utf-8")}
     for path, text in changed.items():
         if check:
-            print(f"{path.name} does not say what the results do: python -m benchmarks.{command}", file=sys.stderr)
+            print(f"{path.name} does not say what the results do: python -m {command}", file=sys.stderr)
         else:
             path.write_text(text, encoding="utf-8")
     return int(check and bool(changed))

@@ -279,7 +279,7 @@ def main(arguments: Sequence[str] | None = None, page: Path = PAGE) -> int:
     parser.add_argument("--store", type=Path, default=STORE)
     given = parser.parse_args(arguments)
     text = filled(page.read_text(encoding="utf-8"), parts(rows_of(read(given.store))))
-    return publish({page: text}, "paper", check=given.check)
+    return publish({page: text}, "benchmarks.paper", check=given.check)
 
 
 if __name__ == "__main__":

@@ -208,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "training": tables(stores, training=True),
         "speed": speed(stores),
     }
-    return publish({path: filled(path.read_text(), parts) for path in PAGES}, "table", check=given.check)
+    return publish({path: filled(path.read_text(), parts) for path in PAGES}, "benchmarks.table", check=given.check)
 
 
 if __name__ == "__main__":

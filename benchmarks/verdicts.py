@@ -158,7 +158,7 @@ def main() -> int:
     print(table(rows))
     if given.out:
         given.out.write_text(json.dumps({"trials": given.trials, "rows": rows}, indent=1) + "\n")
-        publish({PAGE: filled(PAGE.read_text(), {"simulated": table(rows)})}, "verdicts", check=False)
+        publish({PAGE: filled(PAGE.read_text(), {"simulated": table(rows)})}, "benchmarks.verdicts", check=False)
     return int(any(row["wrong"] > ERROR for row in rows))
 
 

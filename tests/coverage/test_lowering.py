@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks import lowering
+from tests.coverage import lowering
 
 
 class _Attention(nn.Module):

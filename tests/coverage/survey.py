@@ -1,12 +1,12 @@
 """How many architectures are right as they come: each prepared with defaults and compared with eager on fresh inputs.
 
-    python -m benchmarks.coverage --out benchmarks/results/coverage-host.jsonl    # goes on where it stopped
-    python -m benchmarks.coverage --device cuda --out benchmarks/results/coverage-h200.jsonl
-    python -m benchmarks.coverage --names transformers:bert --group host               # one, printed
-    python -m benchmarks.coverage --group lowering --out benchmarks/results/lowering-host.jsonl  # what lowering.py says
-    python -m benchmarks.coverage --table                      # writes their tables into pages; --check: only looks
+    python -m tests.coverage --out benchmarks/results/coverage-host.jsonl    # goes on where it stopped
+    python -m tests.coverage --device cuda --out benchmarks/results/coverage-h200.jsonl
+    python -m tests.coverage --names transformers:bert --group host               # one, printed
+    python -m tests.coverage --group lowering --out benchmarks/results/lowering-host.jsonl  # what lowering.py says
+    python -m tests.coverage --table                      # writes their tables into pages; --check: only looks
 
-``coverage_list.json`` names the architectures of each group, as ``package:name``; one of transformers is a model type,
+``list.json`` names the architectures of each group, as ``package:name``; one of transformers is a model type,
 with its default configuration made small by one rule (``small``). Each has a process of its own, time and memory of
 which are limited. A model counts as static where two eager runs on different values issue the same calls, or
 ``torch.export`` succeeds.
@@ -22,7 +22,6 @@ import math
 import multiprocessing
 import re
 import resource
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,15 +33,15 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from benchmarks import lowering
 from benchmarks.common import ROOT, filled, markdown, options, publish
 from benchmarks.models import Noted
 from nimble_core import Nimble, Options, TrainStep
 from nimble_core.utils.errors import first_line
 from nimble_core.validation.bounds import BOUNDS, tolerance_for
 from nimble_core.validation.distances import relative_error
+from tests.coverage import lowering
 
-LIST = ROOT / "benchmarks" / "coverage_list.json"
+LIST = ROOT / "tests" / "coverage" / "list.json"
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (ROOT / "docs" / "coverage.md", ROOT / "docs" / "kernels.md", ROOT / "README.md")
 # Time decides which plan is kept, not what is right: a second of it is enough on a host.
@@ -385,7 +384,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows, graphs = results(RESULTS), (RESULTS / "lowering-host.jsonl").read_text().splitlines()
         parts = {"coverage": table(rows), "works": works(rows), LOWERING: lowering.table([*map(json.loads, graphs)])}
         texts = {page: filled(page.read_text(), parts) for page in PAGES}
-        return publish(texts, "coverage --table", check=given.check)
+        return publish(texts, "tests.coverage --table", check=given.check)
     groups = given.group or [group for group in GROUPS if group.startswith("cuda") == (given.device == "cuda")]
     listed: dict[str, list[str]] = json.loads(LIST.read_text())
     listed[LOWERING] = sorted({name for names in listed.values() for name in names})
@@ -393,7 +392,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcome = "pass" if row["passes"] else "FAIL" if row["static"] else "not static"
         print(outcome, row["group"], row["name"], row.get("error", ""), flush=True)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
