@@ -2,7 +2,7 @@
 
 All are written from their papers. The first three are stacks of one cell that keeps the size and one that halves it.
 A cell reads the outputs of the two cells before it, so that many of its operations can run at once: which ones it has
-is data, a :class:`Genotype`, and :class:`Cell` builds any. Training's auxiliary head, dropout and drop-path do nothing
+is data, a :class:`Genotype`. Training's auxiliary head, dropout and drop-path do nothing
 in inference and are left out; published counts of parameters and multiply-adds leave the head out, too.
 
     Zoph, Vasudevan, Shlens, Le, "Learning Transferable Architectures for Scalable Image Recognition", CVPR 2018
@@ -14,143 +14,65 @@ in inference and are left out; published counts of parameters and multiply-adds 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = [
-    "AMOEBANET_A",
-    "DARTS_V2",
-    "NASNET_A",
-    "Cell",
-    "CellNetwork",
-    "Genotype",
-    "Layer",
-    "Node",
-    "RandomStage",
-    "Search",
-    "amoebanet_a",
-    "darts",
-    "nasnet_a_mobile",
-    "randwire",
-]
 
-
-class Node(NamedTuple):
-    """A state of a cell: the sum of two operations, each named in :data:`OPERATIONS`, on two earlier states."""
-
-    left: str
-    left_of: int
-    right: str
-    right_of: int
-
-
-@dataclass(frozen=True, slots=True)
-class Genotype:
-    """What a cell computes.
-
-    States 0 and 1 are the outputs of the cell before the last and of the last one, brought to the cell's width; node
-    ``i`` makes state ``i + 2``.
+class Genotype(NamedTuple):
+    """What a cell computes: states, of which 0 and 1 are the outputs of the cell before the last and of the last one.
 
     Attributes:
-        nodes: in order; each reads states before its own.
+        nodes: each makes the next state, the sum of two of :data:`OPERATIONS`, each on a state before its own.
         outputs: states whose channels, concatenated, are the cell's output.
     """
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[tuple[tuple[str, int], ...], ...]
     outputs: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Search:
-    """What a search found: the cell that keeps the size and the one that halves it."""
-
-    normal: Genotype
-    reduction: Genotype
+def _genotype(outputs: tuple[int, ...], nodes: str) -> Genotype:
+    """Read nodes from text: names of operations, each before the state that it reads."""
+    pairs = ((part.strip().rpartition(" ") for part in node.split("+")) for node in nodes.split(";"))
+    return Genotype(tuple(tuple((name, int(of)) for name, _, of in pair) for pair in pairs), outputs)
 
 
-NASNET_A = Search(
-    Genotype(
-        (
-            Node("separable 5x5", 1, "separable 3x3", 0),
-            Node("separable 5x5", 0, "separable 3x3", 0),
-            Node("average 3x3", 1, "identity", 0),
-            Node("average 3x3", 0, "average 3x3", 0),
-            Node("separable 3x3", 1, "identity", 1),
-        ),
-        (0, 2, 3, 4, 5, 6),
-    ),
-    Genotype(
-        (
-            Node("separable 5x5", 1, "separable 7x7", 0),
-            Node("max 3x3", 1, "separable 7x7", 0),
-            Node("average 3x3", 1, "separable 5x5", 0),
-            Node("identity", 3, "average 3x3", 2),
-            Node("separable 3x3", 2, "max 3x3", 1),
-        ),
-        (3, 4, 5, 6),
-    ),
-)
+Search = tuple[Genotype, Genotype]
+"""What a search found: the cell that keeps the size and the one that halves it."""
+
+NASNET_A: Search = (
+    _genotype((0, 2, 3, 4, 5, 6), """separable 5x5 1 + separable 3x3 0; separable 5x5 0 + separable 3x3 0;
+        average 3x3 1 + identity 0; average 3x3 0 + average 3x3 0; separable 3x3 1 + identity 1"""),
+    _genotype((3, 4, 5, 6), """separable 5x5 1 + separable 7x7 0; max 3x3 1 + separable 7x7 0;
+        average 3x3 1 + separable 5x5 0; identity 3 + average 3x3 2; separable 3x3 2 + max 3x3 1"""),
+)  # fmt: skip
 """Zoph et al., figure 4."""
 
-AMOEBANET_A = Search(
-    Genotype(
-        (
-            Node("average 3x3", 1, "max 3x3", 1),
-            Node("separable 3x3", 0, "identity", 0),
-            Node("identity", 1, "average 3x3", 0),
-            Node("separable 3x3", 1, "separable 5x5", 2),
-            Node("average 3x3", 5, "separable 3x3", 1),
-        ),
-        (0, 3, 4, 6),
-    ),
-    Genotype(
-        (
-            Node("separable 3x3", 0, "average 3x3", 1),
-            Node("max 3x3", 1, "separable 7x7", 2),
-            Node("max 3x3", 0, "max 3x3", 1),
-            Node("separable 3x3", 4, "1x7 7x1", 1),
-            Node("average 3x3", 0, "separable 7x7", 1),
-        ),
-        (2, 3, 4, 5, 6),
-    ),
-)
+AMOEBANET_A: Search = (
+    _genotype((0, 3, 4, 6), """average 3x3 1 + max 3x3 1; separable 3x3 0 + identity 0; identity 1 + average 3x3 0;
+        separable 3x3 1 + separable 5x5 2; average 3x3 5 + separable 3x3 1"""),
+    _genotype((2, 3, 4, 5, 6), """separable 3x3 0 + average 3x3 1; max 3x3 1 + separable 7x7 2; max 3x3 0 + max 3x3 1;
+        separable 3x3 4 + 1x7 7x1 1; average 3x3 0 + separable 7x7 1"""),
+)  # fmt: skip
 """Real et al., figure 5. Published counts come out only if states that are read inside are outputs too, as here."""
 
-DARTS_V2 = Search(
-    Genotype(
-        (
-            Node("separable 3x3", 0, "separable 3x3", 1),
-            Node("separable 3x3", 0, "separable 3x3", 1),
-            Node("separable 3x3", 1, "identity", 0),
-            Node("identity", 0, "dilated 3x3", 2),
-        ),
-        (2, 3, 4, 5),
-    ),
-    Genotype(
-        (
-            Node("max 3x3", 0, "max 3x3", 1),
-            Node("identity", 2, "max 3x3", 1),
-            Node("max 3x3", 0, "identity", 2),
-            Node("identity", 2, "max 3x3", 1),
-        ),
-        (2, 3, 4, 5),
-    ),
-)
+DARTS_V2: Search = (
+    _genotype((2, 3, 4, 5), """separable 3x3 0 + separable 3x3 1; separable 3x3 0 + separable 3x3 1;
+        separable 3x3 1 + identity 0; identity 0 + dilated 3x3 2"""),
+    _genotype((2, 3, 4, 5), """max 3x3 0 + max 3x3 1; identity 2 + max 3x3 1; max 3x3 0 + identity 2;
+        identity 2 + max 3x3 1"""),
+)  # fmt: skip
 """Liu et al., figures 4 and 5: the cells of the second order search."""
 
 Operation = Callable[[int, int, int], nn.Module]
 """A module, from its numbers of channels in and out and its stride."""
 
 
-def _conv_norm(
-    inputs: int, outputs: int, kernel: int | tuple[int, int] = 1, stride: int | tuple[int, int] = 1
-) -> nn.Sequential:
-    """ReLU, convolution, batch normalisation: the order of all three papers."""
-    pad = kernel // 2 if isinstance(kernel, int) else (kernel[0] // 2, kernel[1] // 2)
+def _conv_norm(inputs: int, outputs: int, kernel: Any = 1, stride: Any = 1) -> nn.Sequential:
+    """ReLU, convolution, batch normalisation: the order of all three papers. Odd kernels keep the size."""
+    pad = kernel // 2 if isinstance(kernel, int) else tuple(side // 2 for side in kernel)
     return nn.Sequential(
         nn.ReLU(), nn.Conv2d(inputs, outputs, kernel, stride, pad, bias=False), nn.BatchNorm2d(outputs)
     )
@@ -171,10 +93,6 @@ def _separable(kernel: int) -> Operation:
     return lambda inputs, outputs, stride: nn.Sequential(
         _depthwise_norm(inputs, outputs, kernel, stride), _depthwise_norm(outputs, outputs, kernel, 1)
     )
-
-
-def _dilated(inputs: int, outputs: int, stride: int) -> nn.Module:
-    return _depthwise_norm(inputs, outputs, 3, stride, dilation=2)
 
 
 def _seven(inputs: int, outputs: int, stride: int) -> nn.Module:
@@ -207,10 +125,8 @@ OPERATIONS: dict[str, Operation] = {
     "identity": _identity,
     "average 3x3": _pool(lambda stride: nn.AvgPool2d(3, stride, 1, count_include_pad=False)),
     "max 3x3": _pool(lambda stride: nn.MaxPool2d(3, stride, 1)),
-    "separable 3x3": _separable(3),
-    "separable 5x5": _separable(5),
-    "separable 7x7": _separable(7),
-    "dilated 3x3": _dilated,
+    **{f"separable {side}x{side}": _separable(side) for side in (3, 5, 7)},
+    "dilated 3x3": lambda inputs, outputs, stride: _depthwise_norm(inputs, outputs, 3, stride, dilation=2),
     "1x7 7x1": _seven,
 }
 
@@ -255,23 +171,19 @@ class Cell(nn.Module):
         def operation(name: str, of: int) -> nn.Module:
             return OPERATIONS[name](before_width if of == 0 else width, width, stride if of < 2 else 1)
 
-        self.lefts = nn.ModuleList(operation(node.left, node.left_of) for node in genotype.nodes)
-        self.rights = nn.ModuleList(operation(node.right, node.right_of) for node in genotype.nodes)
+        self.lefts = nn.ModuleList(operation(*left) for left, _ in genotype.nodes)
+        self.rights = nn.ModuleList(operation(*right) for _, right in genotype.nodes)
 
     def forward(self, before: Tensor, last: Tensor) -> Tensor:
         """Return the output, of shape (batch, width · outputs, h / stride, w / stride)."""
         states = [self.before(before), self.last(last)]
-        for node, left, right in zip(self.genotype.nodes, self.lefts, self.rights, strict=True):
-            states.append(left(states[node.left_of]) + right(states[node.right_of]))
+        for ((_, one), (_, other)), left, right in zip(self.genotype.nodes, self.lefts, self.rights, strict=True):
+            states.append(left(states[one]) + right(states[other]))
         return torch.cat([states[index] for index in self.genotype.outputs], 1)
 
 
-class Layer(NamedTuple):
-    """One cell of a network: what it computes, how wide its states are, and its stride."""
-
-    genotype: Genotype
-    width: int
-    stride: int
+Layer = tuple[Genotype, int, int]
+"""One cell of a network: what it computes, how wide its states are, and its stride."""
 
 
 class CellNetwork(nn.Module):
@@ -280,40 +192,28 @@ class CellNetwork(nn.Module):
     Args:
         stem: convolutions on the image.
         second: convolutions on the stem's output, of the same width and half its size, for the first cell to read
-            beside it; ``None`` where the first cell reads the stem's output twice, the first time as it is.
+            beside it, without a ReLU after the last cell; ``None`` where the first cell reads the stem's output twice,
+            the first time as it is.
         channels: of the stem's output.
         layers: the cells.
-        activate: whether ReLU stands between the last cell and pooling.
     """
 
-    def __init__(
-        self,
-        stem: nn.Module,
-        second: nn.Module | None,
-        channels: int,
-        layers: Sequence[Layer],
-        *,
-        activate: bool,
-    ) -> None:
+    def __init__(self, stem: nn.Module, second: nn.Module | None, channels: int, layers: Sequence[Layer]) -> None:
         super().__init__()
         self.stem = stem
         self.second = second if second is not None else nn.Identity()
-        cells: list[Cell] = []
-        bring: nn.Module
+        self.cells = nn.ModuleList()
         before, last, halved = channels, channels, second is not None
         for genotype, width, stride in layers:
-            if second is None and not cells:
-                bring, before_width = nn.Identity(), before
-            elif halved:
-                bring, before_width = FactorizedReduction(before, width), width
+            if second is None and not self.cells:
+                cell = Cell(genotype, nn.Identity(), before, last, width, stride)
             else:
-                bring, before_width = _conv_norm(before, width), width
-            cells.append(Cell(genotype, bring, before_width, last, width, stride))
+                bring = FactorizedReduction(before, width) if halved else _conv_norm(before, width)
+                cell = Cell(genotype, bring, width, last, width, stride)
+            self.cells.append(cell)
             before, last, halved = last, width * len(genotype.outputs), stride == 2
-        self.cells = nn.ModuleList(cells)
-        self.head = nn.Sequential(
-            nn.ReLU() if activate else nn.Identity(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(last, 1000)
-        )
+        activated = nn.ReLU() if second is None else nn.Identity()
+        self.head = nn.Sequential(activated, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(last, 1000))
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of shape (batch, 1000) from images of shape (batch, 3, height, width)."""
@@ -330,13 +230,12 @@ def _stacks(search: Search, repeats: int, width: int) -> CellNetwork:
 
     Zoph et al., figure 2. The width doubles at every reduction; the first stack's is ``width``.
     """
-    layers = [Layer(search.reduction, width // 4, 2), Layer(search.reduction, width // 2, 2)]
+    normal, reduction = search
+    layers = [(reduction, width // 4, 2), (reduction, width // 2, 2)]
     for stack in range(3):
-        if stack:
-            layers.append(Layer(search.reduction, width << stack, 2))
-        layers += repeats * [Layer(search.normal, width << stack, 1)]
-    first = nn.Sequential(nn.Conv2d(3, 32, 3, 2, bias=False), nn.BatchNorm2d(32))
-    return CellNetwork(first, None, 32, layers, activate=True)
+        layers += [(reduction, width << stack, 2)] * bool(stack) + [(normal, width << stack, 1)] * repeats
+    stem = nn.Sequential(nn.Conv2d(3, 32, 3, 2, bias=False), nn.BatchNorm2d(32))
+    return CellNetwork(stem, None, 32, layers)
 
 
 def nasnet_a_mobile() -> CellNetwork:
@@ -363,9 +262,8 @@ def darts() -> CellNetwork:
     for index in range(cells):
         doublings = (index >= cells // 3) + (index >= 2 * cells // 3)
         reduces = index in (cells // 3, 2 * cells // 3)
-        genotype = DARTS_V2.reduction if reduces else DARTS_V2.normal
-        layers.append(Layer(genotype, width << doublings, 1 + reduces))
-    return CellNetwork(stem, _conv_norm(width, width, 3, 2), width, layers, activate=False)
+        layers.append((DARTS_V2[reduces], width << doublings, 1 + reduces))
+    return CellNetwork(stem, _conv_norm(width, width, 3, 2), width, layers)
 
 
 class RandomStage(nn.Module):

@@ -68,30 +68,14 @@ def worst(results: Iterable[dict[str, Any]], axis: str, values: str, step: str) 
     return [(at, max(many)) for at, many in sorted(found.items()) if None not in many]
 
 
-def apart(places: Sequence[float], gap: float) -> list[float]:
-    """Places moved as little as they can in turn, from below, until all are ``gap`` apart."""
-    order = sorted(range(len(places)), key=places.__getitem__)
-    blocks: list[tuple[list[int], float]] = []
-    for index in order:
-        members, middle = [index], places[index]
-        while blocks and middle - blocks[-1][1] < gap * (len(members) + len(blocks[-1][0])) / 2:
-            before, centre = blocks.pop()
-            middle = (centre * len(before) + middle * len(members)) / (len(before) + len(members))
-            members = before + members
-        blocks.append((members, middle))
-    moved = [0.0] * len(places)
-    for members, middle in blocks:
-        for turn, index in enumerate(members):
-            moved[index] = middle + gap * (turn - (len(members) - 1) / 2)
-    return moved
-
-
 def panel(axes: Axes, curves: dict[str, Curve], name: Callable[[float, Any], str], *, guides: bool) -> None:
-    """One log-log panel with a label beside the end of each line."""
+    """One log-log panel."""
     axes.set(xscale="log", yscale="log")
     for step, curve in curves.items():
-        _, colour, dashes = STEPS[step]
-        axes.plot(*zip(*curve, strict=True), dashes, color=colour, linewidth=1.6, marker="o", markersize=2.6)
+        label, colour, dashes = STEPS[step]
+        axes.plot(
+            *zip(*curve, strict=True), dashes, color=colour, label=label, linewidth=1.6, marker="o", markersize=2.6
+        )
     places, values = ([one[place] for curve in curves.values() for one in curve] for place in (0, 1))
     left, right, low, high = min(places), max(places), min(values), max(values)
     axes.set(xlim=(left / 1.15, right * 1.15), ylim=(low / 2, high * 2))
@@ -105,7 +89,6 @@ def panel(axes: Axes, curves: dict[str, Curve], name: Callable[[float, Any], str
                 text, (end, top), offset, textcoords="offset points", ha="right", va=align, color=GREY, fontsize=8.5,
                 zorder=0.5, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
             )  # fmt: skip
-    labels(axes, curves, right)
     axes.grid(which="major", color="#e6e6e6", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.tick_params(which="minor", length=0)
@@ -114,23 +97,6 @@ def panel(axes: Axes, curves: dict[str, Curve], name: Callable[[float, Any], str
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
     axes.yaxis.set_major_formatter(FuncFormatter(name))
     axes.yaxis.set_minor_formatter(NullFormatter())
-
-
-def labels(axes: Axes, curves: dict[str, Curve], right: float) -> None:
-    """Names of lines: in the margin of those that reach it, at their ends of others."""
-    whole = {step: curve for step, curve in curves.items() if curve[-1][0] == right}
-    ends = [axes.transData.transform(curve[-1])[1] for curve in whole.values()]
-    margin = axes.transAxes.transform((1.03, 0))[0]
-    line = {"arrowstyle": "-", "relpos": (0, 0.5), "linewidth": 0.5, "shrinkA": 1, "shrinkB": 3, "alpha": 0.6}
-    for (step, curve), y in zip(whole.items(), apart(ends, axes.figure.dpi * 12.5 / 72), strict=True):
-        text, colour, _ = STEPS[step]
-        place = tuple(axes.transData.inverted().transform((margin, y)))
-        how: dict[str, Any] = {"arrowprops": {**line, "color": colour}, "annotation_clip": False}
-        axes.annotate(text, curve[-1], place, color=colour, va="center", fontsize=9.5, **how)
-    for step in (one for one in curves if one not in whole):
-        text, colour, _ = STEPS[step]
-        end = curves[step][-1]
-        axes.annotate(f"{text}*", end, (0, 4), textcoords="offset points", ha="right", color=colour, fontsize=9.5)
 
 
 def growth(file: dict[str, Any], out: Path) -> None:
@@ -144,7 +110,7 @@ def growth(file: dict[str, Any], out: Path) -> None:
 
     stamp, figure = file["environment"], Figure(figsize=(10.4, 8.8))
     rows = figure.subplots(2, 2)
-    figure.subplots_adjust(left=0.07, right=0.845, top=0.955, bottom=0.115, wspace=0.75, hspace=0.34)
+    figure.subplots_adjust(left=0.07, right=0.985, top=0.885, bottom=0.115, wspace=0.22, hspace=0.34)
     for row, results, axis, label in (
         (rows[0], by_calls, "calls", "calls (largest of four shapes)"),
         (rows[1], by_width, "width", "parallel chains in 10,000 calls"),
@@ -156,9 +122,15 @@ def growth(file: dict[str, Any], out: Path) -> None:
             one.set(title=f"{what} against {axis}", xlabel=label)
             if axis == "calls":
                 one.set_xticks((1_300, 10_000, 100_000))
-    about = f"* given up on larger graphs: over {file['give_up_s']:g} s.   Time: fastest of up to five runs on one "
-    about += f"thread; memory: peak of what a step allocates.\n{stamp['cpu']}, Python {stamp['python']}, "
-    signed(figure, 0.012, f"{about}{stamp['date'][:10]}; python -m benchmarks.scheduling", out)
+    figure.legend(
+        *rows[0][0].get_legend_handles_labels(), loc="upper left", bbox_to_anchor=(0.06, 1), ncols=5, frameon=False
+    )
+    about = (
+        f"Where a line ends, larger graphs were given up: over {file['give_up_s']:g} s.   Time: fastest of up to five "
+    )
+    about += "runs on one thread; memory: peak of what a step allocates.\n"
+    about += f"{stamp.get('host_cpu') or stamp['cpu']}, Python {stamp['python']}, {stamp['date'][:10]}; "
+    signed(figure, 0.012, f"{about}python -m benchmarks.scheduling", out)
 
 
 # -- policies --------------------------------------------------------------------------------------------------------
@@ -177,8 +149,9 @@ BESIDE = {"nimble": -0.27, "critical_path": -0.14, "opara": 0.14, "torchsched": 
 """How far below its row's middle a mark is drawn, in rows, so that equal policies stay apart."""
 
 MEAN = "geometric mean"
-Speeds = dict[str, tuple[float, float, float]]
-"""``(median, low, high)`` over one stream of replays, by policy; all the same where there is no interval."""
+ENDS = ("value", "low", "high")
+Speeds = dict[str, list[float]]
+"""Speed over one stream of replays and the ends of its interval, if there is one, by policy."""
 
 
 def speeds(models: Mapping[str, Any], dtype: str) -> dict[str, Speeds]:
@@ -186,28 +159,16 @@ def speeds(models: Mapping[str, Any], dtype: str) -> dict[str, Speeds]:
     found: dict[str, Speeds] = {}
     for key, result in models.items():
         model, _, of = key.rpartition(", ")
+        over = {name: {**result["policies"], "auto": result["auto"]}[name]["replay over single"] for name in MARKS}
         if of == dtype:
-            entries = {**result["policies"], "auto": result["auto"]}
-            over = {name: entries[name]["replay over single"] for name in MARKS}
-            found[model] = {
-                name: (one["value"], one.get("low", one["value"]), one.get("high", one["value"]))
-                for name, one in over.items()
-            }
-    means = {name: geometric_mean([one[name][0] for one in found.values()]) for name in MARKS if found}
-    return found | ({MEAN: {name: (mean, mean, mean) for name, mean in means.items()}} if found else {})
-
-
-def ranked(panels: Iterable[Mapping[str, Speeds]]) -> list[str]:
-    """Models from the one that ``contention`` speeds up most, and the mean after them."""
-    gained: dict[str, list[float]] = {}
-    for model, found in (row for one in panels for row in one.items()):
-        gained.setdefault(model, []).append(found["contention"][0])
-    return sorted(gained, key=lambda model: (model == MEAN, -geometric_mean(gained[model])))
+            found[model] = {name: [one.get(end, one["value"]) for end in ENDS] for name, one in over.items()}
+    means = {name: geometric_mean([one[name][0] for one in found.values()]) for name in MARKS}
+    return {**found, MEAN: {name: [mean] * 3 for name, mean in means.items()}}
 
 
 def marks(axes: Axes, found: Mapping[str, Speeds], order: Sequence[str]) -> None:
     """One row a model, one mark a policy, intervals as thin lines, ``auto`` in numbers."""
-    for row, model in ((row, model) for row, model in enumerate(order) if model in found):
+    for row, model in enumerate(order):
         for policy, (value, low, high) in found[model].items():
             y, style = row + BESIDE.get(policy, 0.0), MARKS[policy]
             rank = {"auto": 4, "contention": 3}.get(policy, 2)
@@ -232,16 +193,17 @@ def marks(axes: Axes, found: Mapping[str, Speeds], order: Sequence[str]) -> None
 
 def policies(file: dict[str, Any], out: Path) -> None:
     """Speed of every policy over one stream, by model, a panel for each dtype."""
-    panels = {dtype: found for dtype in ("float32", "float16") if (found := speeds(file["models"], dtype))}
-    every = [speed for found in panels.values() for one in found.values() for speed in one.values()]
-    order, stamp = ranked(panels.values()), file["environment"]
+    panels = {dtype: speeds(file["models"], dtype) for dtype in ("float32", "float16")}
+    gained = {model: [found[model]["contention"][0] for found in panels.values()] for model in panels["float32"]}
+    order = sorted(gained, key=lambda model: (model == MEAN, -geometric_mean(gained[model])))  # the mean last
+    every = [end for found in panels.values() for one in found.values() for ends in one.values() for end in ends]
+    stamp = file["environment"]
     figure = Figure(figsize=(10.4, height := 1.75 + 0.46 * len(order)))
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     figure.subplots_adjust(left=0.135, right=0.945, top=1 - 0.85 / height, bottom=0.92 / height, wspace=0.17)
-    ends = min(low for _, low, _ in every) - 0.06, max(high for _, _, high in every) + 0.06
     for one, (dtype, found) in zip(axes, panels.items(), strict=True):
         marks(one, found, order)
-        one.set(title=dtype, xlabel="speed over one stream", xlim=ends)
+        one.set(title=dtype, xlabel="speed over one stream", xlim=(min(every) - 0.06, max(every) + 0.06))
     axes[0].set_yticks(range(len(order)), order)
     axes[0].get_yticklabels()[-1].set_fontweight("bold")
     figure.legend(

@@ -5,9 +5,7 @@
 Each model's eager kernels are captured on one stream, so that no two of them share the GPU, and the same graph is
 watched three times: by our own observation (CUPTI, told by graph node id), by torch.profiler, and in a process of its
 own under ``ncu`` (``gpu__time_duration``, clocks and caches left alone), which runs kernels one at a time. Kernels are
-joined by their place in the graph, and names have to agree. For each pair of tools: the ratio of their sums, the
-quartiles of the ratio of a kernel's medians, and the line through them. Without ``ncu`` on the PATH its column is left
-out, and said to be.
+joined by their place in the graph, and names have to agree.
 """
 
 from __future__ import annotations
@@ -15,30 +13,27 @@ from __future__ import annotations
 import argparse
 import csv
 import io
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from statistics import correlation, linear_regression, median, quantiles
+from operator import truediv
+from statistics import linear_regression, median, quantiles
 from typing import Any
 
 import torch
 
 from benchmarks.common import held, options, write
 from benchmarks.models import example
-from nimble_core.autotune.capture_pipeline import capture, device_for, observe, schedule_by
+from benchmarks.policies import recorded_on
+from nimble_core.autotune.capture_pipeline import capture, observe, schedule_by
 from nimble_core.profiling.kernel_names import short_kernel_name
 from nimble_core.profiling.machine import environment
 from nimble_core.runtime.device import Device, Executable
-from nimble_core.tracing.recorded import Recorded, Stopwatch, check_inputs, record_static, state_kept
+from nimble_core.tracing.recorded import Recorded, state_kept
 
 MODELS = ("GoogLeNet", "BERT-base 128", "MobileNetV2")
 DTYPES = ("float32", "float16")
-REPLAYS = 11
-NCU_REPLAYS = 3
-SHORT_NS = 5_000.0
-"""Kernels shorter than this are judged apart: the tools' clocks tick in steps of tens of nanoseconds."""
-
+REPLAYS, NCU_REPLAYS = 11, 3
 Timed = tuple[str, float]
 """A kernel's own name, without types, and its duration in nanoseconds."""
 
@@ -69,24 +64,17 @@ def one_model(name: str, dtype: str) -> dict[str, Any]:
         tools = {"nimble": ours(device, recorded, executable), "torch.profiler": profiled(executable, REPLAYS)}
     executable.close()
     notes = []
-    if shutil.which("ncu"):
-        try:
-            tools["ncu"] = under_ncu(name, dtype)
-        except (ValueError, subprocess.SubprocessError) as why:
-            notes.append(f"ncu: {why}")
-    else:
-        notes.append("ncu is not on the PATH")
+    try:
+        tools["ncu"] = under_ncu(name, dtype)
+    except (OSError, ValueError, subprocess.SubprocessError) as why:  # it may not be on the PATH
+        notes.append(f"ncu: {why}")
     return compared(tools) | {"notes": notes}
 
 
 def captured(name: str, dtype: str) -> tuple[Device, Recorded, Executable]:
     """Capture the model's eager kernels as a graph on one stream."""
     model, args, kwargs = example(name, dtype)
-    with torch.inference_mode():
-        model(*args, **kwargs)
-    signature = check_inputs(model, args, kwargs)
-    device = device_for(signature.device)
-    recorded = record_static(device, model, signature, strict=True, step=Stopwatch())
+    device, recorded = recorded_on(model, args, kwargs)
     with state_kept(recorded):
         executable = capture(device, recorded, schedule_by(recorded, "single", None, 1))
         executable.replay()
@@ -150,14 +138,9 @@ def durations(printed: str) -> list[Timed]:
     start = printed.find('"ID"')
     rows = csv.DictReader(io.StringIO(printed[start:])) if start >= 0 else ()
     scale = {"ns": 1.0, "nsecond": 1.0, "us": 1e3, "usecond": 1e3, "ms": 1e6, "msecond": 1e6}
-    return [
-        (
-            short_kernel_name(row["Kernel Name"]),
-            float(row["Metric Value"].replace(",", "")) * scale[row["Metric Unit"]],
-        )
-        for row in rows
-        if row.get("Metric Name") == "gpu__time_duration.sum"
-    ]
+    times = [row for row in rows if row.get("Metric Name") == "gpu__time_duration.sum"]
+    values = (float(row["Metric Value"].replace(",", "")) * scale[row["Metric Unit"]] for row in times)
+    return list(zip((short_kernel_name(row["Kernel Name"]) for row in times), values, strict=True))
 
 
 def medians(seen: Sequence[Timed], replays: int) -> list[Timed]:
@@ -178,40 +161,25 @@ def medians(seen: Sequence[Timed], replays: int) -> list[Timed]:
 
 def compared(tools: Mapping[str, Sequence[Timed]]) -> dict[str, Any]:
     """Each kernel with its times, and for every other tool how ours stand to its."""
-    mine = tools["nimble"]
-    against: dict[str, Any] = {}
+    mine, against = tools["nimble"], dict[str, Any]()
+    kernels: list[dict[str, Any]] = [{"name": name, "nimble": ns} for name, ns in mine]
     for tool, theirs in tools.items():
         if tool == "nimble":
             continue
-        if [name for name, _ in mine] != [name for name, _ in theirs]:
-            against[tool] = {"kernels": len(theirs), "joined": 0}
-            continue
-        pairs = [(ns, other) for (_, ns), (_, other) in zip(mine, theirs, strict=True)]
-        ratios = [ns / other for ns, other in pairs]
-        longer = [ns / other for ns, other in pairs if other >= SHORT_NS]
-        against[tool] = {
-            "kernels": len(theirs),
-            "joined": len(pairs),
-            "sum": sum(ns for ns, _ in pairs) / sum(other for _, other in pairs),
-            "quartiles": quantiles(ratios, n=4),
-            "quartiles from 5 us": quantiles(longer, n=4) if len(longer) > 1 else [],
-            "correlation": correlation(*zip(*pairs, strict=True)),
-            "theirs of ours": dict(zip(("slope", "added_ns"), fitted(pairs), strict=True)),
-        }
-    same = {tool: of for tool, of in tools.items() if tool == "nimble" or against[tool]["joined"]}
-    return {
-        "kernels": [
-            {"name": name, **{tool: of[at][1] for tool, of in same.items()}} for at, (name, _) in enumerate(mine)
-        ],
-        "ours over": against,
-    }
-
-
-def fitted(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """``(slope, intercept in ns)`` of their times over ours: a tool that waits around each kernel adds a constant."""
-    mine, theirs = zip(*pairs, strict=True)
-    line = linear_regression(mine, theirs)
-    return line.slope, line.intercept
+        against[tool] = {"kernels": len(theirs), "joined": 0}
+        if [name for name, _ in mine] == [name for name, _ in theirs]:
+            ours_ns, theirs_ns = ([ns for _, ns in of] for of in (mine, theirs))
+            line = linear_regression(ours_ns, theirs_ns)
+            against[tool] |= {
+                "joined": len(mine),
+                "sum": sum(ours_ns) / sum(theirs_ns),
+                "quartiles": quantiles(map(truediv, ours_ns, theirs_ns), n=4),
+                # A tool that waits around each kernel adds a constant.
+                "theirs of ours": {"slope": line.slope, "added_ns": line.intercept},
+            }
+            for kernel, ns in zip(kernels, theirs_ns, strict=True):
+                kernel[tool] = ns
+    return {"kernels": kernels, "ours over": against}
 
 
 def lines(key: str, result: Mapping[str, Any]) -> list[str]:
@@ -221,13 +189,10 @@ def lines(key: str, result: Mapping[str, Any]) -> list[str]:
         if not found["joined"]:
             said.append(f"{key}: {tool} saw {found['kernels']} kernels, other ones than ours")
             continue
-        low, middle, high = found["quartiles"]
-        fit = found["theirs of ours"]
-        each = f"kernel by kernel {middle:.3f} ({low:.3f} to {high:.3f})"
-        said.append(
-            f"{key}: ours over {tool}: sum {found['sum']:.3f}, {each}, {found['joined']} kernels, "
-            f"correlation {found['correlation']:.4f}; theirs = {fit['slope']:.3f} ours {fit['added_ns']:+.0f} ns"
-        )
+        (low, middle, high), fit = found["quartiles"], found["theirs of ours"]
+        each = f"kernel by kernel {middle:.3f} ({low:.3f} to {high:.3f}), {found['joined']} kernels"
+        line = f"theirs = {fit['slope']:.3f} ours {fit['added_ns']:+.0f} ns"
+        said.append(f"{key}: ours over {tool}: sum {found['sum']:.3f}, {each}; {line}")
     return [*said, *(f"{key}: {note}" for note in result["notes"])]
 
 

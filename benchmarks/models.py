@@ -23,11 +23,6 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop_c
 from benchmarks import cells
 from benchmarks.llama import Size, llama
 
-__all__ = [
-    *("LOST", "ROWS", "SIX", "Build", "Inference", "Row", "Training", "calibrated", "example", "images", "load"),
-    *("same_masks", "sgd", "trained", "Work", "work", "work_of_compiled", "work_of_export", "work_of_recording"),
-]
-
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -155,6 +150,8 @@ def _classifier(name: str, side: int, **options: Any) -> Any:
 
 
 def images(name: str, size: int = 224, tiny_size: int = 64, calibrate: bool = True, **options: Any) -> Build:
+    """Make a classifier of square images so many pixels wide."""
+
     def build(batch: int, device: str, tiny: bool) -> Inference:
         side, count = (tiny_size, 1) if tiny else (size, batch)
         model = _classifier(name, side, **options).to(device)
@@ -360,16 +357,22 @@ flop_registry.setdefault(torch.ops.aten._scaled_dot_product_flash_attention_for_
 flop_registry.setdefault(torch.ops.aten._native_multi_head_attention, shape_wrapper(_encoder_flops))
 
 
+class Noted(TorchDispatchMode):
+    """Hands each call of an operator, with its arguments, to a function before it runs."""
+
+    def __init__(self, note: Callable[[Any, Any, Any], object]) -> None:
+        super().__init__()
+        self.note = note
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.note(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
 def work(call: Callable[[], Any]) -> Work:
     """List the operators of a call; none of what CUDA graphs replay or compiled kernels run, since these call none."""
     found: list[Work] = []
-
-    class Counting(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            found.append(_counted(func, args, kwargs or {}))
-            return func(*args, **(kwargs or {}))
-
-    with Counting(), FlopCounterMode(display=False) as counter:  # type: ignore[no-untyped-call]  # torch's constructor
+    with Noted(lambda *called: found.append(_counted(*called))), FlopCounterMode(display=False) as counter:  # type: ignore[no-untyped-call]  # torch's constructor
         call()
     return _total([Work(counter.get_total_flops()), *found])
 

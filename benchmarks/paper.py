@@ -14,12 +14,16 @@ import argparse
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import StatisticsError, correlation, geometric_mean, mean
+from statistics import geometric_mean, mean
 from typing import NamedTuple
 
+from scipy.stats import spearmanr
+
+from benchmarks import store
+from benchmarks.common import ROOT, filled, markdown, publish
 from benchmarks.paper_rows import BASELINES, LARGE, PREPARE_MEAN_S, PREPARE_MOST_S, PUBLISHED, ROWS, STREAMS_ALONE
-from benchmarks.store import Record, ratio, read
-from benchmarks.table import NOTHING, ROOT, filled
+from benchmarks.store import Record, read
+from benchmarks.table import NOTHING
 from nimble_core.ir.measurement import Ratio
 
 STORE = ROOT / "benchmarks" / "results" / "paper-h200.jsonl.gz"
@@ -56,9 +60,7 @@ def counts(one: Record | None) -> bool:
 
 def over(ways: Ways, new: str, old: str = "eager", measure: str = "latency_us") -> Ratio | None:
     """Speed of one way over another; None where either does not count."""
-    if not all(counts(ways.get(way)) and measure in ways[way].medians for way in (new, old)):
-        return None
-    return ratio(ways[new], ways[old], measure)
+    return store.over(ways.get(new), ways.get(old)).get(measure)
 
 
 def speed(ways: Ways, new: str, old: str = "eager", measure: str = "latency_us") -> str:
@@ -101,9 +103,9 @@ def _shown(value: float | None, form: str = ".0f", unit: str = "") -> str:
     return "–" if value is None else f"{value:{form}}{unit}"
 
 
-def _lines(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    body = [f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows)]
-    return "\n".join(body) if len(body) > 2 else NOTHING
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    found = list(rows)
+    return markdown(heads, found) if found else NOTHING
 
 
 def _of(rows: Rows, *, training: bool, way: str = "eager") -> Iterable[tuple[str, Ways]]:
@@ -124,7 +126,7 @@ def ladder(rows: Rows, *, training: bool) -> str:
         ]
         for title, ways in _of(rows, training=training)
     )  # fmt: skip
-    return _lines(["model", "eager, µs", *(NAMES[way] for way in steps[1:]), "published (V100)"], found)
+    return _table(["model", "eager, µs", *(NAMES[way] for way in steps[1:]), "published (V100)"], found)
 
 
 def streams(rows: Rows) -> str:
@@ -139,7 +141,7 @@ def streams(rows: Rows) -> str:
         numbers = [held[name] for name in ("calls", "streams", "full")] + [fewest, held["planned"], held["emitted"]]
         gain = speed(ways, "streams", "one-stream", "throughput_us")
         found.append([title, gain, f"{held['width']:.0f}", macs, *(f"{one:.0f}" for one in numbers)])
-    return _lines(heads, found)
+    return _table(heads, found)
 
 
 def prepared_s(one: Record) -> float:
@@ -159,7 +161,7 @@ def preparation(rows: Rows) -> str:
         own = ways["streams"]
         cells = [f"{prepared_s(own):.2f}", _shown(own.prepare_s, ".2f"), _shown(whole, ".2f"), _shown(won)]
         found.append([title, *cells])
-    return _lines([*heads, "calls until won back"], found)
+    return _table([*heads, "calls until won back"], found)
 
 
 def hosts(rows: Rows) -> str:
@@ -173,7 +175,7 @@ def hosts(rows: Rows) -> str:
             cells += [_shown(median_of(ways, "one-stream", "device_us")), _shown(idle(ways), ".0%")]
             ratios = [_shown(ratio_at(ways, "several", us), ".2f", "x") for us in HOSTS_US]
             found.append([title, *cells, speed(ways, "several"), *ratios])
-    return _lines([*heads, *(f"at {us} µs" for us in HOSTS_US)], found)
+    return _table([*heads, *(f"at {us} µs" for us in HOSTS_US)], found)
 
 
 def _reason(ways: Ways, way: str, here: float, published: float) -> str:
@@ -186,11 +188,6 @@ def _reason(ways: Ways, way: str, here: float, published: float) -> str:
         taken = median_of(ways, way, "latency_us") or 0.0
         said += f"; a host of {published * taken / each[1]:.1f} µs a call would show what was published"
     return said
-
-
-def _ranks(values: Sequence[float]) -> list[float]:
-    ordered = sorted(values)
-    return [ordered.index(one) + ordered.count(one) / 2 for one in values]
 
 
 class Gain(NamedTuple):
@@ -224,7 +221,7 @@ def claims(rows: Rows) -> str:
             found.append([f"{title}: faster than eager", *cells])
     gpus = {str(one.environment.get("device_name")) for ways in rows.values() for one in ways.values()}
     heads = ["claim", "published (V100)", f"here ({', '.join(sorted(gpus))})", "verdict", "why"]
-    return _lines(heads, [*found, *_others(rows)])
+    return _table(heads, [*found, *_others(rows)])
 
 
 def _others(rows: Rows) -> Iterable[list[str]]:
@@ -235,12 +232,10 @@ def _others(rows: Rows) -> Iterable[list[str]]:
         yield ["streams alone gain", f"{STREAMS_ALONE}x at most", f"{most:.2f}x at most",
                verdict(most, STREAMS_ALONE), why]  # fmt: skip
     for at, what, sign in ((1, "more with concurrency", 1), (2, "less with MACs", -1)):
-        try:
-            rank = sign * correlation(*(_ranks([float(one[k]) for one in found]) for k in (0, at)))
-        except StatisticsError:  # of fewer than two models, or all alike
-            continue
-        said = f"rank correlation {sign * rank:.2f}"
-        yield [f"streams gain {what}", "said, no figure", said, verdict(rank, 0.5, 0.2), f"{len(found)} models"]
+        if min(len({one[k] for one in found}) for k in (0, at)) > 1:  # what is all alike has no ranks
+            rank = float(spearmanr([one.speed for one in found], [one[at] for one in found]).statistic)
+            said, judged = f"rank correlation {rank:.2f}", verdict(sign * rank, 0.5, 0.2)
+            yield [f"streams gain {what}", "said, no figure", said, judged, f"{len(found)} models"]
     if spent := [prepared_s(ways["streams"]) for _, ways in _of(rows, training=False, way="streams")]:
         for what, here, published in (("mean", mean(spent), PREPARE_MEAN_S), ("most", max(spent), PREPARE_MOST_S)):
             why = "record, schedule and capture; checks and measured choice come on top"
@@ -266,16 +261,12 @@ def _others(rows: Rows) -> Iterable[list[str]]:
 
 def _where(rows: Rows) -> str:
     latest = max((one for ways in rows.values() for one in ways.values()), key=lambda one: one.date, default=None)
-    if latest is None:
-        return NOTHING
-    where = latest.environment
-    about = f"One {where.get('device_name')} (driver {where.get('driver')}), host {where.get('host_cpu')}"
-    return f"{about}, {where.get('cores')} cores; torch {latest.packages.get('torch')}; {latest.date[:10]}."
+    return NOTHING if latest is None else f"{latest.where}; {latest.date[:10]}."
 
 
 def parts(rows: Rows) -> dict[str, str]:
     """All tables of the page, by mark."""
-    listed = _lines(["system", "published (V100)", "here"], ([name, *said] for name, said in BASELINES.items()))
+    listed = _table(["system", "published (V100)", "here"], ([name, *said] for name, said in BASELINES.items()))
     ladders = {"ladder": ladder(rows, training=False), "training": ladder(rows, training=True)}
     others = {"streams": streams(rows), "preparation": preparation(rows), "hosts": hosts(rows), "claims": claims(rows)}
     return {"machine": _where(rows), "baselines": listed, **ladders, **others}
@@ -287,13 +278,8 @@ def main(arguments: Sequence[str] | None = None, page: Path = PAGE) -> int:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--store", type=Path, default=STORE)
     given = parser.parse_args(arguments)
-    written = page.read_text(encoding="utf-8")
-    text = filled(written, parts(rows_of(read(given.store))))
-    if given.check and text != written:
-        print(f"{page.name} does not say what the store does: python -m benchmarks.paper", file=sys.stderr)
-    elif not given.check:
-        page.write_text(text, encoding="utf-8")
-    return int(given.check and text != written)
+    text = filled(page.read_text(encoding="utf-8"), parts(rows_of(read(given.store))))
+    return publish({page: text}, "benchmarks.paper", check=given.check)
 
 
 if __name__ == "__main__":

@@ -2,19 +2,18 @@
 
     python -m benchmarks.policies --out benchmarks/results/policies-h200.json
 
-For every model and dtype, with eager's kernels, in one run: eager, whole calls on one stream and by ``nimble`` (copies
-included), bare replays under each policy, ``nimble`` and ``contention`` also on fewer streams and under a memory limit,
-``nimble`` without shared memory, and what ``policy="auto"`` chose. All are timed in turn, each sample after an untimed
-run of the same: by the host's clock (``replay``, one replay and a synchronisation), and replays by the GPU's (``back to
-back``, mean of 5 in a row). Speeds are above 1 where the first is faster. Plans that several policies agree on are
-measured once (``same as``). A model that the file holds already is not measured again.
+For every model and dtype, with eager's kernels, in one run: bare replays under each policy, ``nimble`` and
+``contention`` also under a memory limit, ``nimble`` without shared memory, and what ``policy="auto"`` chose. All are
+timed in turn, each sample after an untimed run of the same, by the host's clock (``replay``, one replay and a
+synchronisation) and by the GPU's (``back to back``, mean of 5 in a row). Speeds are above 1 where the first is faster.
+Plans that several policies agree on are measured once (``same as``). A model that the file holds is not measured again.
+Whole calls beside eager's are the runner's: ways ``eager``, ``one-stream`` and ``streams``.
 """
 
 from __future__ import annotations
 
 import json
 import random
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
@@ -38,7 +37,6 @@ from nimble_core.runtime.device import Device, Executable
 from nimble_core.scheduling.options import Options
 from nimble_core.scheduling.policies import POLICIES
 from nimble_core.scheduling.simulator import simulate
-from nimble_core.tracing.pytree import builder
 from nimble_core.tracing.recorded import Recorded, Stopwatch, check_inputs, record_static, state_kept
 from nimble_core.utils.errors import DeviceError
 from nimble_core.validation.eager_cases import eager_cases, from_same_state
@@ -51,16 +49,11 @@ MODELS = (
 )  # fmt: skip
 """What scheduling is measured on: wide graphs and narrow ones."""
 
-OURS = ("nimble", "contention")
-"""Policies that are also measured on fewer streams and under a memory limit."""
-
-CAPS = (2, 3, 4, 8)
-LIMIT = 1.25
-"""Size of the arena under a memory limit, in arenas of one stream."""
+OURS, LIMIT = ("nimble", "contention"), 1.25
+"""Policies that are also measured under a memory limit, and that of their arenas, in arenas of one stream."""
 
 ROUNDS, IN_A_ROW = 101, 5
 WAYS = ("replay", "back to back")
-EAGER, CALLS = "eager", ("single, call", "nimble, call")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -85,17 +78,21 @@ def one_model(name: str, dtype: str, seconds: float) -> dict[str, Any]:
     model, args, kwargs = example(name, dtype)
     with torch.inference_mode():
         model(*args, **kwargs)
-    start = time.perf_counter()
     net = Nimble(model, Options(fuse="none")).prepare(*args, **kwargs)
-    prepare_s = time.perf_counter() - start
-    signature = check_inputs(model, args, kwargs)
-    device = device_for(signature.device)
-    recorded = record_static(device, model, signature, strict=True, step=Stopwatch())
+    device, recorded = recorded_on(model, args, kwargs)
     with state_kept(recorded):
         result = measured(device, recorded, net.engines[0], replays_in_a_row_ns, seconds)
-    result["auto"]["prepare s"] = prepare_s
     net.close()
     return result
+
+
+def recorded_on(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Device, Recorded]:
+    """Record a model's calls in eager, after a first one that loads and tunes libraries; with the device it is on."""
+    with torch.inference_mode():
+        model(*args, **kwargs)
+    signature = check_inputs(model, args, kwargs)
+    device = device_for(signature.device)
+    return device, record_static(device, model, signature, strict=True, step=Stopwatch())
 
 
 def replays_in_a_row_ns(executable: Executable) -> float:
@@ -134,7 +131,8 @@ def measured(
 
         single = kept(capture(device, recorded, schedule_by(recorded, "single", None, 1)))
         model = Model(device, recorded, single, observe(device, recorded, single, seconds=0.5).costs)
-        plans, made = {"single": single.schedule, **planned(model)}, {"single": single}
+        plans, made = {"single": single.schedule}, {"single": single}
+        plans |= {name: schedule_by(recorded, name, model.costs, None) for name in POLICIES if name not in plans}
         same = duplicates(plans)
         for name, schedule in plans.items():
             if name not in made and name not in same:
@@ -147,7 +145,7 @@ def measured(
         made["auto"] = auto.executable
         unshared = kept(device.capture(recorded.recording, plans["nimble"], recorded.signature.tensors))
         made["not shared"] = unshared
-        ways = {name: one.replay for name, one in made.items()} | calls(model, made[same.get("nimble", "nimble")])
+        ways = {name: one.replay for name, one in made.items()}
         clock, wait = device.clock_ns, device.synchronize
         host = interleave(ways, clock_ns=clock, synchronize=wait, rounds=ROUNDS, budget_s=seconds, rehearse=True)
         times = dict(zip(WAYS, (host, in_a_row(device, made, back_to_back_ns, seconds)), strict=True))
@@ -159,8 +157,6 @@ def measured(
     chosen["chosen"] = next((one.name for one in auto.candidates if one.chosen), auto.schedule.policy)
     return {
         "calls": recorded.graph.size,
-        EAGER: figures(host[EAGER]),
-        **{one: {**figures(host[one]), "over eager": over(host[one], host[EAGER])} for one in CALLS},
         "policies": {
             name: {**entries[same[name]], "same as": same[name]} if name in same else entries[name] for name in plans
         },
@@ -170,23 +166,14 @@ def measured(
     }
 
 
-def planned(model: Model) -> dict[str, Schedule]:
-    """Plan with each policy without a cap on streams, and with ours under several caps."""
-    wanted: dict[str, tuple[str, int | None]] = {policy: (policy, None) for policy in POLICIES if policy != "single"}
-    wanted |= {f"{policy}, {cap} streams": (policy, cap) for policy in OURS for cap in CAPS}
-    return {name: schedule_by(model.recorded, policy, model.costs, cap) for name, (policy, cap) in wanted.items()}
-
-
 def duplicates(plans: Mapping[str, Schedule]) -> dict[str, str]:
     """Names of plans that are equal to an earlier one, with the name of that one."""
     first: dict[tuple[Any, ...], str] = {}
-    same = {}
-    for name, plan in plans.items():
-        priority = plan.priority if any(plan.priority) else ()
-        known = first.setdefault((plan.stream, plan.order, plan.syncs, priority), name)
-        if known != name:
-            same[name] = known
-    return same
+    names = {
+        name: first.setdefault((plan.stream, plan.order, plan.syncs, any(plan.priority) and plan.priority), name)
+        for name, plan in plans.items()
+    }
+    return {name: known for name, known in names.items() if known != name}
 
 
 def limited(model: Model, executable: Executable) -> tuple[Executable | None, dict[str, Any]]:
@@ -201,21 +188,6 @@ def limited(model: Model, executable: Executable) -> tuple[Executable | None, di
         return capture(model.device, model.recorded, plan, memory_limit=limit, costs=model.costs), {}
     except DeviceError as error:
         return None, {"skipped": error.what}
-
-
-def calls(model: Model, several: Executable) -> dict[str, Callable[[], object]]:
-    """Eager, and whole calls on one stream and on several: inputs copied in, outputs copied out."""
-    signature, build = model.recorded.signature, builder(model.recorded.recording.output_structure)
-    args, kwargs = builder(signature.structure)(signature.tensors)
-
-    def eager() -> object:
-        with torch.inference_mode():
-            return model.recorded.model(*args, **kwargs)
-
-    def called(one: Executable) -> Callable[[], object]:
-        return lambda: build(one.run(signature.tensors))
-
-    return {EAGER: eager, **{name: called(one) for name, one in zip(CALLS, (model.single, several), strict=True)}}
 
 
 def in_a_row(
@@ -250,46 +222,34 @@ def entries_of(
             "replay over critical path": replay.median_ns / path_ns if path_ns else None,
             "simulated us": simulated_ns / 1e3,
             "simulation error": simulated_ns / in_a_row.median_ns - 1,
-            "memory": memory_figures(one),
+            "memory": {"held bytes": one.nbytes} | ({"arena bytes": one.memory.nbytes} if one.memory else {}),
             "equality": asdict(check_equality(name, from_same_state(recorded, one.run), cases)),
         }
     return found
 
 
-def memory_figures(executable: Executable) -> dict[str, Any]:
-    """Bytes that an executable holds, and those of its arena."""
-    memory = executable.memory
-    if memory is None:
-        return {"held bytes": executable.nbytes}
-    return {"held bytes": executable.nbytes, "arena bytes": memory.nbytes}
-
-
-def speed(faster: Mapping[str, Any], baseline: Mapping[str, Any], way: str) -> float:
-    """How much faster one entry's median is than another's."""
-    return float(baseline[way]["median us"] / faster[way]["median us"])
-
-
 def summary(models: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """Sum up the file over all models: geometric means, least and most."""
     of = {key: {**one["policies"], "auto": one["auto"]} for key, one in models.items()}
-    plans = {
-        f"{name} on {key}": one for key, found in of.items() for name, one in found.items() if "same as" not in one
-    }
-    limits = {(name, key): limit for key, one in models.items() for name, limit in one["memory limit"].items()}
+    plans = {(name, key): one for key, found in of.items() for name, one in found.items() if "same as" not in one}
+    limits = {(name, key): one for key, found in models.items() for name, one in found["memory limit"].items()}
     changed = {at: limit for at, limit in limits.items() if "replay" in limit}
-    every = plans | {f"{name}, limited, on {key}": limit for (name, key), limit in changed.items()}
-    every |= {f"nimble, not shared, on {key}": one["without shared memory"] for key, one in models.items()}
-    errors = [abs(one["simulation error"]) for at, one in plans.items() if not at.startswith("auto on ")]
+    every = plans | {(f"{name}, limited,", key): limit for (name, key), limit in changed.items()}
+    every |= {("nimble, not shared,", key): one["without shared memory"] for key, one in models.items()}
+    errors = [abs(one["simulation error"]) for (name, _), one in plans.items() if name != "auto"]
+    wrong = {f"{name} on {key}": one["equality"] for (name, key), one in every.items() if not one["equality"]["passed"]}
 
-    def speeds(pairs: Mapping[Any, tuple[Any, Any]]) -> dict[str, Any]:
-        return {way: spread({key: speed(*pair, way) for key, pair in pairs.items()}) for way in WAYS}
+    def speeds(pairs: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
+        return {
+            way: spread({key: old[way]["median us"] / new[way]["median us"] for key, (new, old) in pairs.items()})
+            for way in WAYS
+        }
 
     return {
         "speed over single": {
             policy: speeds({key: (found[policy], found["single"]) for key, found in of.items()})
             for policy in next(iter(of.values()))
         },
-        "auto prepare s": spread({key: found["auto"]["prepare s"] for key, found in of.items()}),
         "simulation error": {"plans": len(errors), "median": median(errors)},
         "memory limit": {
             "skipped": sum("skipped" in limit for limit in limits.values()),
@@ -298,22 +258,16 @@ def summary(models: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         "shared memory over not shared": speeds(
             {key: (of[key]["nimble"], one["without shared memory"]) for key, one in models.items()}
         ),
-        "equal to eager": {
-            "checked": len(every),
-            "not shown": {at: one["equality"]["reason"] for at, one in every.items() if not one["equality"]["passed"]},
-        },
+        "equal to eager": {"checked": len(every), "not shown": {at: one["reason"] for at, one in wrong.items()}},
     }
 
 
-def spread(values: Mapping[str, float | None]) -> dict[str, Any]:
-    """Least, geometric mean and most of the values that are known, and whose the ends are; empty if none is.
-
-    >>> spread({"a": 1.0, "b": None, "c": 4.0})
-    {'least': [1.0, 'a'], 'geometric mean': 2.0, 'most': [4.0, 'c']}
-    """
-    known = sorted((value, name) for name, value in values.items() if value)
-    mean = geometric_mean([value for value, _ in known] or [1.0])
-    return {"least": list(known[0]), "geometric mean": mean, "most": list(known[-1])} if known else {}
+def spread(values: Mapping[str, float]) -> dict[str, Any]:
+    """Least, geometric mean and most of the values, and whose the ends are; empty if there is none."""
+    if not values:
+        return {}
+    known = [[value, name] for name, value in values.items()]
+    return {"least": min(known), "geometric mean": geometric_mean(values.values()), "most": max(known)}
 
 
 if __name__ == "__main__":

@@ -6,38 +6,32 @@
 Each way and each start is a process of its own. *Cold* finds empty caches: ours, Inductor's and Triton's. *Warm* is the
 next process, which finds what the first has kept. What is timed begins when model and inputs lie on the device and
 eager has run once, and ends with outputs: of the first call of ours, of the third of ``torch.compile``, whose first
-compiles and whose second records (on CUDA in mode ``reduce-overhead``; on the host in its default mode). *Ours first*
-ends where ``prepare(..., background=True)`` returns; *ours compiled* is ``fuse="inductor"`` on the host. Processes' own
-CPU time is kept beside, which others on the machine disturb less; on the host torch has one thread. The phases are
-those of ``Engine.seconds``.
+compiles and whose second records (on CUDA in mode ``reduce-overhead``). *Ours first* ends where
+``prepare(..., background=True)`` returns; *ours compiled* is ``fuse="inductor"``. On the host torch has one thread.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from statistics import median
 from typing import Any
 
+import pandas
 import torch
 from torch import nn
 
-from benchmarks.common import options, write
+from benchmarks.common import in_process, markdown, options, write
 from benchmarks.models import ROWS, Inference, Inputs, load
 from nimble_core import Nimble, Options
 from nimble_core.profiling.machine import environment
 from nimble_core.torch_compat.compiler import COUNTERS
 
-ROOT = Path(__file__).parent.parent
 STARTS = ("cold", "warm")
 WAYS = {
     "cpu": ("ours", "ours compiled", "ours first", "torch.compile"),
@@ -69,7 +63,7 @@ def main() -> None:
             for _ in range(given.rounds):
                 taken += both_starts(row, way, given.device)
         write(given.out, {"samples": taken}, stamp)
-    print("\n".join(table(taken)))
+    print(table(taken))
 
 
 def both_starts(row: str, way: str, device: str) -> list[dict[str, Any]]:
@@ -78,22 +72,23 @@ def both_starts(row: str, way: str, device: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         own = {name: f"{folder}/{name}" for name in CACHES} | ({"OMP_NUM_THREADS": "1"} if device == "cpu" else {})
         for start in STARTS:
-            command = [sys.executable, "-m", "benchmarks.preparation", "--device", device, "--child", f"{row}/{way}"]
-            done = subprocess.run(command, cwd=ROOT, env=os.environ | own, capture_output=True, text=True)
-            lines = (done.stdout if done.returncode == 0 else done.stderr).splitlines()
-            sample = json.loads(lines[-1]) if done.returncode == 0 else {"error": lines[-1][:300] if lines else "died"}
+            try:
+                sample = in_process("benchmarks.preparation", "--device", device, "--child", f"{row}/{way}", **own)
+            except RuntimeError as error:
+                sample = {"error": str(error)[:300]}
             found.append({"row": row, "way": way, "start": start, **sample})
-            print(line(found[-1]), flush=True)
+            print(json.dumps(found[-1]), flush=True)
     return found
 
 
 def measured(row: str, way: str, device: str) -> dict[str, Any]:
     """Prepare once, in this process."""
     model, (args, kwargs) = case(row, device)
-    ready = Options(fuse="inductor") if way == "ours compiled" else Options()
+    wanted = Options(fuse="inductor") if way == "ours compiled" else Options()
+    settle = torch.cuda.synchronize if device == "cuda" else lambda: None
     with torch.no_grad():
         model(*args, **kwargs)
-        settled(device)
+        settle()
         wall, cpu = time.perf_counter(), cpu_s()
         if way == "torch.compile":
             compiled = torch.compile(model, mode="reduce-overhead" if device == "cuda" else None)
@@ -101,13 +96,13 @@ def measured(row: str, way: str, device: str) -> dict[str, Any]:
                 compiled(*args, **kwargs)
             found = {}
         else:
-            net = Nimble(model, ready).prepare(*args, background=way == "ours first", **kwargs)
+            net = Nimble(model, wanted).prepare(*args, background=way == "ours first", **kwargs)
             if way != "ours first":
                 net(*args, **kwargs)
             (engine,) = net.engines
             kept = any("by an earlier process" in note for note in engine.notes)
             found = {"phases": dict(engine.seconds), "chosen": engine.schedule.policy, "recalled": kept}
-        settled(device)
+        settle()
     seconds = {"wall_s": time.perf_counter() - wall, "cpu_s": cpu_s() - cpu}
     compiler = COUNTERS.require()["inductor"] if "torch._dynamo" in sys.modules else {}
     return {**seconds, **found, "compiler_cache": {name: compiler[name] for name in compiler if "cache" in name}}
@@ -130,45 +125,24 @@ def case(row: str, device: str) -> tuple[nn.Module, Inputs]:
     return given.model, given.fresh()
 
 
-def settled(device: str) -> None:
-    """Wait for the device."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
 def cpu_s() -> float:
     """CPU time of this process and of those that it has waited for, seconds."""
-    both = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in both)
+    spent = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(one.ru_utime + one.ru_stime for one in spent)
 
 
-def line(sample: dict[str, Any]) -> str:
-    """One process in a line."""
-    head = f"{sample['row']:<16}{sample['way']:<16}{sample['start']:<6}"
-    if "error" in sample:
-        return f"{head}{sample['error']}"
-    phases = [f"{name} {seconds:.1f}" for name, seconds in sample.get("phases", {}).items() if seconds >= 0.05]
-    return f"{head}{sample['wall_s']:7.1f} s{sample['cpu_s']:7.1f} s CPU   {', '.join(phases)}"
-
-
-def table(taken: Sequence[dict[str, Any]]) -> list[str]:
+def table(taken: Sequence[dict[str, Any]]) -> str:
     """Medians of wall and CPU time by row, way and start, as a Markdown table, with ratios to ``torch.compile``."""
+    ways = list(dict.fromkeys(one["way"] for one in taken))
     right = [one for one in taken if "error" not in one]
-    rows, ways = (list(dict.fromkeys(one[name] for one in taken)) for name in ("row", "way"))
-    lines = ["| row | start | " + " | ".join(ways) + " |", "| --- | --- |" + " ---: |" * len(ways)]
-
-    def middle(name: str, row: str, start: str, way: str) -> float:
-        samples = [one[name] for one in right if (one["row"], one["start"], one["way"]) == (row, start, way)]
-        return median(samples) if samples else float("nan")
-
-    def cell(row: str, start: str, way: str) -> str:
-        wall, cpu = (middle(name, row, start, way) for name in ("wall_s", "cpu_s"))
-        return f"{wall:.1f} s, {cpu:.1f} s CPU ({cpu / middle('cpu_s', row, start, 'torch.compile'):.2f}x)"
-
-    for row in rows:
-        for start in STARTS:
-            lines.append(f"| {row} | {start} | {' | '.join(cell(row, start, way) for way in ways)} |")
-    return lines
+    samples = pandas.DataFrame(right, columns=["row", "start", "way", "wall_s", "cpu_s"])
+    medians = samples.groupby(["row", "start", "way"], sort=False)[["wall_s", "cpu_s"]].median().unstack("way")
+    rows = []
+    for (row, start), seconds in medians.iterrows():
+        wall, cpu = (seconds[name].reindex(ways) for name in ("wall_s", "cpu_s"))
+        over = cpu / cpu.get("torch.compile", float("nan"))
+        rows.append([row, start, *(f"{wall[way]:.1f} s, {cpu[way]:.1f} s CPU ({over[way]:.2f}x)" for way in ways)])
+    return markdown(["row", "start", *ways], rows)
 
 
 if __name__ == "__main__":

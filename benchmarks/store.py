@@ -85,6 +85,13 @@ class Record:
         return self.row, self.way, self.together, self.place
 
     @property
+    def where(self) -> str:
+        """The machine that it was measured on, and torch's version."""
+        about = f"One {self.environment.get('device_name')} (driver {self.environment.get('driver')})"
+        host = f"host {self.environment.get('host_cpu')}, {self.environment.get('cores')} cores"
+        return f"{about}, {host}; torch {self.packages.get('torch')}"
+
+    @property
     def wrong(self) -> bool:
         """Whether its outputs are not eager's: it is named, and not counted."""
         return self.rel_err is not None and self.bound is not None and self.rel_err > self.bound
@@ -159,8 +166,8 @@ def _row(records: Sequence[Record], here: Sequence[Record]) -> Iterator[str]:
             said.insert(0, f"host beyond the launch {held['host_us'] - held['launch_us']:.1f}")
         if first.together and (change := moved(held, alone.get(one.way, {}))) is not None:
             said.insert(0, f"{change:+.0%} from alone")
-        over = " ".join(map(_told, _over(ours, one).values()))
-        line = f"  {one.way:14}{''.join(cells)}{far:>9}{one.prepare_s or 0:7.1f} s   {over}"
+        ratios = " ".join(map(_told, over(ours, one).values()))
+        line = f"  {one.way:14}{''.join(cells)}{far:>9}{one.prepare_s or 0:7.1f} s   {ratios}"
         yield f"{line}  {'; '.join(filter(None, said))}".rstrip()
 
 
@@ -172,7 +179,7 @@ def losses(records: Sequence[Record], floor: float) -> list[str]:
         for peer in (one for one in alone if (one.row, one.place) == (ours.row, ours.place) and one.way not in OURS):
             said += [
                 f"{ours.row}: {_told(found)} of {peer.way} in {name.removesuffix('_us')}"
-                for name, found in _over(ours, peer).items()
+                for name, found in over(ours, peer).items()
                 if found.high < floor
             ]
     return said
@@ -190,9 +197,9 @@ def _told(found: Ratio) -> str:
     return f"{found.value:.2f}x [{found.low:.2f}, {found.high:.2f}]"
 
 
-def _over(ours: Record | None, peer: Record) -> dict[str, Ratio]:
-    """Speed of ours over a peer's, by measure; nothing where either is wrong or failed."""
-    if ours is None or any(one.wrong or one.error for one in (ours, peer)):
+def over(ours: Record | None, peer: Record | None) -> dict[str, Ratio]:
+    """Speed of ours over a peer's, by measure; nothing where either is missing, wrong or failed."""
+    if ours is None or peer is None or any(one.wrong or one.error for one in (ours, peer)):
         return {}
     shared = SPEEDS if ours.whole and peer.whole else SPEEDS[:2]
     return {name: ratio(ours, peer, name) for name in shared if name in ours.medians and name in peer.medians}
@@ -212,10 +219,10 @@ def _means(mine: str, records: Sequence[Record]) -> Iterator[str]:
     """Geometric means of one of ours over the best peer of each row, by each measure."""
     speeds: dict[str, list[float]] = {}
     for ours in (one for one in records if one.way == mine):
-        over = [_over(ours, one) for one in records if one.row == ours.row and one.way not in OURS]
+        found = [over(ours, one) for one in records if one.row == ours.row and one.way not in OURS]
         for name in SPEEDS:
-            if known := [found[name] for found in over if name in found]:
-                speeds.setdefault(name.removesuffix("_us"), []).append(min(found.value for found in known))
+            if known := [one[name].value for one in found if name in one]:
+                speeds.setdefault(name.removesuffix("_us"), []).append(min(known))
     if speeds:
         means = (
             f"{name} {geometric_mean(values):.2f}x ({min(values):.2f}x to {max(values):.2f}x of {len(values)})"

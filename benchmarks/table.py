@@ -3,32 +3,28 @@
     python -m benchmarks.table          # reads benchmarks/results/h200.jsonl.gz
     python -m benchmarks.table --check  # writes nothing; exit status 1 where a page says something else
 
-A table lies between two equal marks: ``<!-- inference -->``, ``<!-- training -->``, ``<!-- streams -->``, or the
-README's short ``<!-- speed -->``. For each measure the best peer
-of a row is the fastest right one, graphs captured by hand included. Ratios are of processes: they are bold where the
-interval (``nimble_core.ir.measurement.across``) lies beyond the 5% by which two processes may differ.
+A table lies between two equal marks: ``<!-- inference -->``, ``<!-- training -->``, or the README's short
+``<!-- speed -->``. For each measure the best peer of a row is the fastest right one, graphs captured by hand included.
+Ratios are of processes: they are bold where the interval (``nimble_core.ir.measurement.across``) lies beyond the 5% by
+which two processes may differ.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import geometric_mean
-from typing import Any
 
 from benchmarks import training_ways
 from benchmarks import ways as inference_ways
+from benchmarks.common import ROOT, filled, markdown, publish
 from benchmarks.models import ROWS
-from benchmarks.store import OURS, Record, ratio, read
+from benchmarks.store import OURS, Record, over, read
 from nimble_core.ir.measurement import Ratio
 
-ROOT = Path(__file__).parents[1]
 STORES = tuple(ROOT / "benchmarks" / "results" / f"{gpu}.jsonl.gz" for gpu in ("h200",))
-EAGERS_KERNELS = ROOT / "benchmarks" / "results" / "cuda-h200.json"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
 NOTHING = "Not measured yet."
 MEASURES = {"latency_us": "latency", "throughput_us": "throughput", "device_us": "device time"}
@@ -96,62 +92,35 @@ def table(records: Sequence[Record], *, training: bool) -> str:
     rows = {name: ways for name, ways in measured.items() if complete(ways, training=training)}
     if not rows:
         return NOTHING
-    missing = [ways["ours"].title for name, ways in measured.items() if name not in rows]
-    lines = [
-        "| model | ours measured | eager | best peer | ours | latency | throughput | device time |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    means: dict[str, list[float]] = {}
+    means: dict[str, list[float]] = {measure: [] for measure in MEASURES}
+    shown = []
     for ways in rows.values():
-        ours, cells = ways["ours"], []
-        peers = {measure: best(ways.values(), measure) for measure in MEASURES}
-        for measure, peer in peers.items():
-            over = ratio(ours, peer, measure) if peer and measure in ours.medians else None
-            cells.append(cell(over) if over else "–")
-            if over and not ours.wrong:
-                means.setdefault(measure, []).append(over.value)
+        ours, peers = ways["ours"], {measure: best(ways.values(), measure) for measure in MEASURES}
+        speeds = {measure: over(ours, peer).get(measure) for measure, peer in peers.items()}
+        for measure, found in speeds.items():
+            means[measure] += [found.value] if found else []
         eager = ways["eager"].medians.get("latency_us") if "eager" in ways else None
         about = f"{ours.title}, {DTYPES[ours.dtype]}" + f", batch {ours.batch}" * (ours.batch != 1)
-        peer_times = _peer_cell(peers)
-        ours_times = _times(ours.medians) + ", WRONG" * ours.wrong
-        lines.append(
-            f"| {about} | {ours.date[:10]} | {f'{eager:.0f}' if eager else '–'} | {peer_times} | {ours_times} |"
-            f" {' | '.join(cells)} |"
-        )
-    means_said = ", ".join(
+        cells = [about, ours.date[:10], f"{eager:.0f}" if eager else "–", _peer_cell(peers)]
+        cells += [
+            _times(ours.medians) + ", WRONG" * ours.wrong,
+            *(cell(one) if one else "–" for one in speeds.values()),
+        ]
+        shown.append(cells)
+    said = ", ".join(
         f"{MEASURES[name]} {geometric_mean(values):.2f}x ({min(values):.2f}x to {max(values):.2f}x)"
         for name, values in means.items()
         if len(values) > 1
     )
-    what = "steps" if training else "batch 1 unless said"
-    return (
-        f"{_where(rows)}; µs, {what}: latency / throughput / device time. Peers: {_peers(rows)}."
-        + (
-            f" Over the best peer of each row, geometric means of all rows, undecided ones included, and the rows'"
-            f" extremes: {means_said}."
-            if means_said
-            else ""
-        )
-        + f" Left out, since the compiled peer has not been measured yet: {', '.join(missing)}." * bool(missing)
-        + "\n\n"
-        + "\n".join(lines)
-    )
-
-
-def streams(models: Mapping[str, Any]) -> str:
-    """Write what streams alone gain, of the models in ``cuda-h200.json``."""
-    lines = [
-        "| model, dtype | eager | one stream | many streams | many / one | many / eager | streams, syncs "
-        "| of critical path |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for name, model in sorted(models.items()):
-        times = [f"{model['times'][run]['median us']:.0f}" for run in ("eager", "single replay", "multi replay")]
-        ratios = ("multi over single, replay", "multi over eager, call")
-        cells = [*times, *(f"{model['ratios'][ratio]['value']:.2f}x" for ratio in ratios)]
-        plan = f"{model['streams']}, {model['syncs']['planned']}"
-        lines.append(f"| {name} | {' | '.join(cells)} | {plan} | {model['distance to critical path']:.2f}x |")
-    return "\n".join(lines)
+    text = f"{_where(rows)}; µs, {'steps' if training else 'batch 1 unless said'}: latency / throughput / device time."
+    text += f" Peers: {_peers(rows)}."
+    if said:
+        text += " Over the best peer of each row, geometric means of all rows, undecided ones included, and the rows'"
+        text += f" extremes: {said}."
+    if missing := [ways["ours"].title for name, ways in measured.items() if name not in rows]:
+        text += f" Left out, since the compiled peer has not been measured yet: {', '.join(missing)}."
+    heads = ("model", "ours measured", "eager", "best peer", "ours", *MEASURES.values())
+    return f"{text}\n\n{markdown(heads, shown)}"
 
 
 def tables(stores: Iterable[Sequence[Record]], *, training: bool) -> str:
@@ -172,39 +141,28 @@ def speed(stores: Iterable[Sequence[Record]]) -> str:
             break
     else:
         return NOTHING
-    over = {
-        "eager PyTorch": {name: {key: ways.get("eager") for key in MEASURES} for name, ways in rows.items()},
-        '`torch.compile(mode="reduce-overhead")`': {
-            name: {key: ways.get("ro") for key in MEASURES} for name, ways in rows.items()
-        },
-        "the fastest peer": {name: {key: best(ways.values(), key) for key in MEASURES} for name, ways in rows.items()},
+    peers: dict[str, Callable[[Mapping[str, Record], str], Record | None]] = {
+        "eager PyTorch": lambda ways, _: ways.get("eager"),
+        '`torch.compile(mode="reduce-overhead")`': lambda ways, _: ways.get("ro"),
+        "the fastest peer": lambda ways, measure: best(ways.values(), measure),
     }
-    lines = ["| ours over | models | latency | throughput | device time |", "| --- | --- | --- | --- | --- |"]
-    for name, peers in over.items():
-        values = {key: _ratios(rows, peers, key) for key in MEASURES}
-        cells = [f"{geometric_mean(one.values()):.2f}x" if one else "–" for one in values.values()]
-        lines.append(f"| {name}, mean | {max(map(len, values.values()))} | {' | '.join(cells)} |")
+    shown = []
+    for name, peer in peers.items():
+        values: list[dict[str, float]] = []
+        for measure in MEASURES:
+            found = {row: over(ways["ours"], peer(ways, measure)) for row, ways in rows.items()}
+            values.append({row: one[measure].value for row, one in found.items() if measure in one})
+        cells = [f"{geometric_mean(one.values()):.2f}x" if one else "–" for one in values]
+        shown.append([f"{name}, mean", str(max(map(len, values))), *cells])
+    latency, *_ = values
     for what, choose in (("best", max), ("worst", min)):
-        found = values["latency_us"]
-        row = choose(found, key=lambda name: found[name])
-        cells = [f"{one[row]:.2f}x" if row in one else "–" for one in values.values()]
-        lines.append(f"| {name}, {what} | {rows[row]['ours'].title} | {' | '.join(cells)} |")
+        row = choose(latency, key=lambda name: latency[name])
+        cells = [f"{one[row]:.2f}x" if row in one else "–" for one in values]
+        shown.append([f"{name}, {what}", rows[row]["ours"].title, *cells])
     dates = sorted(ways["ours"].date[:10] for ways in rows.values())
     days = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
-    return f"{_where(rows).partition(' (')[0]}, each row by the engine of its day, {days}:\n\n" + ("\n".join(lines))
-
-
-def _ratios(
-    rows: Mapping[str, Mapping[str, Record]], peers: Mapping[str, Mapping[str, Record | None]], measure: str
-) -> dict[str, float]:
-    """Speed of ours over each row's peer; rows whose peer failed, is wrong or has no such time are left out."""
-    return {
-        name: ratio(ways["ours"], peer, measure).value
-        for name, ways in rows.items()
-        if (peer := peers[name][measure]) is not None and not peer.error and not peer.wrong
-        if measure in peer.medians and measure in ways["ours"].medians
-        if measure != "device_us" or (peer.whole and ways["ours"].whole)
-    }
+    about = f"{_where(rows).partition(' (')[0]}, each row by the engine of its day, {days}:"
+    return f"{about}\n\n{markdown(('ours over', 'models', *MEASURES.values()), shown)}"
 
 
 def _times(medians: Mapping[str, float]) -> str:
@@ -236,22 +194,7 @@ def _peers(rows: Mapping[str, Mapping[str, Record]]) -> str:
 def _where(rows: Mapping[str, Mapping[str, Record]]) -> str:
     """Machine and versions of the latest record of ours."""
     one = max((ways["ours"] for ways in rows.values()), key=lambda one: one.date)
-    where, packages = one.environment, one.packages
-    host = f"host {where.get('host_cpu')}, {where.get('cores')} cores"
-    return (
-        f"One {where.get('device_name')} (driver {where.get('driver')}), {host}; torch {packages.get('torch')}, "
-        f"transformers {packages.get('transformers')}"
-    )
-
-
-def filled(page: str, parts: Mapping[str, str]) -> str:
-    """Return a page with each part between its two marks; parts without marks are not for this page."""
-    for name, text in parts.items():
-        mark = f"<!-- {name} -->"
-        if page.count(mark) == 2:
-            before, _, after = page.split(mark)
-            page = f"{before}{mark}\n{text}\n{mark}{after}"
-    return page
+    return f"{one.where}, transformers {one.packages.get('transformers')}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -264,15 +207,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "inference": tables(stores, training=False),
         "training": tables(stores, training=True),
         "speed": speed(stores),
-        "streams": streams(json.loads(EAGERS_KERNELS.read_text())["models"]),
     }
-    changed = [path for path in PAGES if filled(path.read_text(), parts) != path.read_text()]
-    for path in changed:
-        if given.check:
-            print(f"{path.name} does not say what the stores do: python -m benchmarks.table", file=sys.stderr)
-        else:
-            path.write_text(filled(path.read_text(), parts))
-    return int(given.check and bool(changed))
+    return publish({path: filled(path.read_text(), parts) for path in PAGES}, "benchmarks.table", check=given.check)
 
 
 if __name__ == "__main__":

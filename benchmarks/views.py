@@ -1,44 +1,46 @@
-"""How fast a large report opens in a browser, and how many frames a second it draws while it is panned.
+"""How fast a large report is saved and loaded, opens in a browser, and is drawn while it is panned.
 
     python -m benchmarks.views --out benchmarks/results/views-host.json
 
-Opens reports of 10,000 calls (as they are, and fused) in headless Chromium without a GPU, on two cores: as the page
-that ``to_html`` writes, and as what a notebook holds, the same page packed into a frame. Opening ends with the second
-frame that was drawn after the views are there. Then DAG (as it opens, with all modules open, and with all of them in
-sight) and timeline are dragged with the mouse, and the frames that the page draws are counted: the mean rate, and the
-longest time between two. A browser draws at most 60 a second. Exits with 1 where opening takes longer than ``LIMIT_S``
-or panning is below ``LIMIT_FPS``.
+Reports of 10,000 calls (as they are, and fused, with the eager calls beside them; both with three timelines) are saved
+and loaded; the fastest of each counts. Then headless Chromium without a GPU opens them, on two cores: as the page that
+``to_html`` writes, and as what a notebook holds, the same page packed into a frame. Opening ends with the second frame
+that was drawn after the views are there. DAG and timeline are dragged with the mouse, and the frames that the page
+draws are counted; a browser draws at most 60 a second. Exits with 1 where a limit is missed.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.common import options, write
-from benchmarks.report_file import CALLS, reports
 from nimble_core.profiling.machine import environment
+from nimble_viz import load
 from nimble_viz.render.html import fragment, page
 from nimble_viz.render.report import Report
+from tests.support.lab import chromium
+from tests.support.sample_reports import fused_report, sample_report
 
-LIMIT_S = 3.0
-"""Most seconds until a report of 10,000 calls is open."""
-LIMIT_FPS = 20.0
-"""Fewest frames a second while it is panned."""
+LIMIT_FILE_S, LIMIT_BYTES, LIMIT_S, LIMIT_FPS = 1.0, 5_000_000, 3.0, 20.0
+"""Most seconds for saving, and for loading; largest file; most seconds until open; fewest frames a second."""
 CORES = 2
 SIZE = {"width": 1280, "height": 800}
-FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update")
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+VIEWS = {
+    "DAG": ("dag", ""),
+    "DAG, all open": ("dag", "Open all"),
+    "DAG, all in sight": ("dag", "Fit"),
+    "timeline": ("timeline", ""),
+}
+"""The pane that is dragged, and what is clicked there before."""
 
 _TWO_FRAMES = "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done())))"
 _COUNT = """() => {
@@ -50,41 +52,38 @@ _COUNTED = "() => { cancelAnimationFrame(window.counting); return window.counted
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print one line for each report and view, write the file; 1 where a limit is missed."""
+    """Measure, print what was found of each report, write the file; 1 where a limit is missed."""
     parser = options(__doc__)
-    parser.add_argument("--calls", type=int, default=CALLS, help=f"calls of each report (default: {CALLS:,})")
-    parser.add_argument("--rounds", type=int, default=5, help="of opening (default: 5)")
+    parser.add_argument("--calls", type=int, default=10_000, help="calls of each report (default: 10,000)")
+    parser.add_argument("--rounds", type=int, default=5, help="of saving, loading and opening (default: 5)")
     parser.add_argument("--seconds", type=float, default=3.0, help="of panning each view (default: 3)")
     given = parser.parse_args(argv)
-    program = next((found for found in map(shutil.which, BROWSERS) if found), None)
-    if program is None:
-        parser.error(f"no browser: none of {', '.join(BROWSERS)} is on the PATH")
-    from playwright.sync_api import sync_playwright
-
-    rows = {}
-    with on_cores(CORES), sync_playwright() as playwright, tempfile.TemporaryDirectory() as folder:
-        stamp = environment("cpu")
-        browser = playwright.chromium.launch(executable_path=program, args=list(FLAGS))
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])  # the browser's processes inherit it
+    stamp, rows = environment("cpu"), {}
+    with chromium() as browser, tempfile.TemporaryDirectory() as folder:
         name = f"Chromium {browser.version}, headless, {SIZE['width']} × {SIZE['height']}"
-        for kind, make in reports(given.calls).items():
-            rows[kind] = one_report(browser, make(), Path(folder), given.rounds, given.seconds)
+        for kind, make in {"eager's kernels": sample_report, "fused": fused_report}.items():
+            report, at = make(given.calls, width=8), Path(folder)
+            file = {"file": saved(report, at, given.rounds)}
+            rows[kind] = file | one_report(browser, report, at, given.rounds, given.seconds)
             print(*lines(f"{kind}, {given.calls:,} calls", rows[kind]), sep="\n", flush=True)
-        browser.close()
     write(given.out, {"browser": name, "calls": given.calls, "reports": rows}, stamp)
-    wrong = [one for row in rows.values() for one in missed(row)]
-    print(*(f"MISSED: {one}" for one in wrong), sep="\n", end="\n" * bool(wrong))
+    wrong = [f"MISSED: {one}\n" for row in rows.values() for one in missed(row)]
+    print(*wrong, sep="", end="")
     return int(bool(wrong))
 
 
-@contextmanager
-def on_cores(count: int) -> Iterator[None]:
-    """Keep this process and those it starts on so many cores."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, sorted(before)[:count])
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
+def saved(report: Report, folder: Path, rounds: int) -> dict[str, float]:
+    """Fastest seconds of saving and of loading, and bytes of the file."""
+    path, times = folder / "large.nimble", list[tuple[float, float]]()
+    for _ in range(rounds):
+        began = time.perf_counter()
+        report.save(path)
+        between = time.perf_counter()
+        load(path)
+        times.append((between - began, time.perf_counter() - between))
+    save_s, load_s = map(min, zip(*times, strict=True))
+    return {"save_s": save_s, "load_s": load_s, "bytes": path.stat().st_size}
 
 
 def one_report(browser: Any, report: Report, folder: Path, rounds: int, seconds: float) -> dict[str, Any]:
@@ -118,20 +117,14 @@ def one_report(browser: Any, report: Report, folder: Path, rounds: int, seconds:
 def panned(shown: Any, seconds: float) -> dict[str, dict[str, float]]:
     """Frames a second, and the longest between two, of each view; and what it took to show it at first."""
     found = {}
-    views = (
-        ("DAG", "dag", ()),
-        ("DAG, all open", "dag", ("Open all",)),
-        ("DAG, all in sight", "dag", ("Fit",)),
-        ("timeline", "timeline", ()),
-    )
-    for name, tab, acts in views:
+    for name, (pane, clicked) in VIEWS.items():
         began = time.perf_counter()
-        shown.click(f"#nv-tab-{tab}")
-        for act in acts:
-            shown.click(f"#nv-pane-{tab} button:text-is('{act}')")
+        shown.click(f"#nv-tab-{pane}")
+        if clicked:
+            shown.click(f"#nv-pane-{pane} button:text-is('{clicked}')")
         shown.evaluate(_TWO_FRAMES)
         first = time.perf_counter() - began
-        found[name] = {"show_s": first} | dragged(shown, f"#nv-pane-{tab} canvas", seconds)
+        found[name] = {"show_s": first} | dragged(shown, f"#nv-pane-{pane} canvas", seconds)
     return found
 
 
@@ -155,23 +148,24 @@ def dragged(shown: Any, canvas: str, seconds: float) -> dict[str, float]:
 
 def missed(row: Mapping[str, Any]) -> list[str]:
     """Describe the limits that a report misses."""
-    slow = [f"{form} opens in {median(one['s']):.2f} s" for form, one in row["open"].items()]
-    bad = [said for said, one in zip(slow, row["open"].values(), strict=True) if median(one["s"]) > LIMIT_S]
+    file, opens = row["file"], {form: median(one["s"]) for form, one in row["open"].items()}
+    slow = [f"{what} {file[what]:.2f}" for what in ("save_s", "load_s") if file[what] > LIMIT_FILE_S]
+    slow += [f"{file['bytes']:,} bytes"] * (file["bytes"] > LIMIT_BYTES)
+    slow += [f"{form} opens in {seconds:.2f} s" for form, seconds in opens.items() if seconds > LIMIT_S]
     pans = row["pan"].items()
-    return bad + [f"{name} pans at {one['fps']:.0f} frames/s" for name, one in pans if one["fps"] < LIMIT_FPS]
+    return slow + [f"{name} pans at {one['fps']:.0f} frames/s" for name, one in pans if one["fps"] < LIMIT_FPS]
 
 
-def lines(name: str, row: Mapping[str, Any]) -> list[str]:
+def lines(name: str, row: Mapping[str, Any]) -> Iterator[str]:
     """Format a report's figures as text."""
-    opens = ", ".join(
-        f"{form} {median(one['s']):.2f} s ({min(one['s']):.2f} to {max(one['s']):.2f}, {one['bytes']:,} bytes)"
-        for form, one in row["open"].items()
-    )
-    pans = (
-        f"  {view}: shown in {one['show_s']:.2f} s, {one['fps']:.0f} frames/s, longest {one['longest_ms']:.0f} ms"
-        for view, one in row["pan"].items()
-    )
-    return [f"{name}: open {opens}", *pans]
+    file = row["file"]
+    yield f"{name}: saved in {file['save_s']:.2f} s, loaded in {file['load_s']:.2f} s, {file['bytes']:,} bytes"
+    for form, one in row["open"].items():
+        least, middle, most = min(one["s"]), median(one["s"]), max(one["s"])
+        yield f"  {form}: open in {middle:.2f} s ({least:.2f} to {most:.2f}), {one['bytes']:,} bytes"
+    for view, one in row["pan"].items():
+        frames = f"{one['fps']:.0f} frames/s, longest {one['longest_ms']:.0f} ms"
+        yield f"  {view}: shown in {one['show_s']:.2f} s, {frames}"
 
 
 if __name__ == "__main__":

@@ -13,17 +13,11 @@ from nimble_core import Nimble, Options
 def test_calls(name: str) -> None:
     model, inputs, fuse = calls.ROWS[name]()
     net = Nimble(model, Options(fuse=fuse, policy="single")).prepare(*inputs.values())
-    engine = calls._at_once(net)
+    engine = calls.at_once(net)
     with torch.no_grad():
         torch.testing.assert_close(net(*inputs.values()), model(*inputs.values()))
-    row = calls._row(name, engine, lambda: net(*inputs.values()), 0.0)
-    assert row.tensors == len([*model.parameters(), *model.buffers()])
-    assert row.modules == len([*model.modules()])
-    assert row.folded == (row.tensors if name == "folded" else 0)
-    assert min(row.warm_us, row.cold_us) > 0
-
-
-def test_a_step() -> None:
-    row = calls.step(0.0)
-    assert row.folded == 0
-    assert min(row.tensors, row.modules, row.warm_us, row.cold_us) > 0
+    row = calls.measured(engine, lambda: net(*inputs.values()), 0.0)
+    assert row["tensors"] == len([*model.parameters(), *model.buffers()])
+    assert row["modules"] == len([*model.modules()])
+    assert row["folded"] == (row["tensors"] if name == "folded" else 0)
+    assert min(row["warm_us"], row["cold_us"]) > 0

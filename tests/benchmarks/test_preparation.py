@@ -22,8 +22,7 @@ def test_a_warm_start_finds_what_the_cold_one_has_kept() -> None:
 
 def test_what_fails_is_said() -> None:
     for sample in preparation.both_starts("mlp", "nobody's", "nowhere"):
-        assert "error" in sample
-        assert sample["error"] in preparation.line(sample)
+        assert "invalid choice" in sample["error"]
 
 
 @pytest.mark.parametrize("row", ["mlp", "branches", "llama-decode"])
@@ -40,5 +39,5 @@ def test_the_table_compares_with_torch_compile() -> None:
     samples = [taken("ours", start, 3.0) for start in preparation.STARTS]
     samples += [taken("torch.compile", start, 2.0) for start in preparation.STARTS]
     samples.append({"row": "mlp", "way": "ours", "start": "cold", "error": "died"})
-    *_, warm = preparation.table(samples)
+    *_, warm = preparation.table(samples).splitlines()
     assert warm == "| mlp | warm | 6.0 s, 3.0 s CPU (1.50x) | 4.0 s, 2.0 s CPU (1.00x) |"

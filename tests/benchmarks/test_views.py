@@ -6,10 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.views import dragged
+from benchmarks.views import dragged, missed, saved
 from nimble_viz.render.html import page
 from tests.support.lab import chromium
 from tests.support.sample_reports import sample_report
+
+
+def test_a_file_is_timed_and_a_limit_that_it_misses_is_said(tmp_path: Path) -> None:
+    row = {"file": saved(sample_report(20), tmp_path, 1), "open": {}, "pan": {}}
+    assert min(row["file"].values()) > 0
+    assert missed(row) == []
+    assert missed({**row, "file": {**row["file"], "bytes": 6_000_000}}) == ["6,000,000 bytes"]
 
 
 @pytest.mark.browser

@@ -52,7 +52,7 @@ def test_verdicts_after_many_looks_are_right(name: str, true: float) -> None:
 @pytest.mark.parametrize("count", [FEWEST, 24])
 @pytest.mark.parametrize("name", SLOW)
 def test_verdicts_on_few_rounds_are_right(name: str, count: int) -> None:
-    assert faults(SLOW[name], 1.0, TRIALS, lambda: (count,))["wrong"] <= ERROR
+    assert faults(NOISES[name], 1.0, TRIALS, lambda: (count,))["wrong"] <= ERROR
 
 
 @pytest.mark.parametrize(("noise", "true"), [("white, 1%", 1.1), ("white, 5%", 1.5), ("white, 30%", 10.0)])

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks import lowering
+from tests.coverage import lowering
 
 
 class _Attention(nn.Module):
@@ -69,10 +69,6 @@ def test_a_model_that_asks_whether_it_is_compiled_differs() -> None:
     assert (row["ours more"], row["theirs more"]) == ({"aten.cos.default": 1}, {"aten.sin.default": 1})
 
 
-def test_what_cannot_be_compared_says_why() -> None:
-    assert "KeyError" in lowering.measure("transformers:no-such-model")["error"]
-
-
 def test_the_table_names_what_differs() -> None:
     same = {"name": "a", "both": 3, "ours more": {}, "theirs more": {}}
     rows = [same, same | {"name": "b", "ours more": {"aten.cos.default": 2}}, {"name": "c", "error": "E: no"}]
@@ -80,7 +76,3 @@ def test_the_table_names_what_differs() -> None:
     assert "Of 3 architectures both graphs are made of 2; 1 of these have the same operators." in text
     assert "| `b` | 2 aten.cos.default | – |" in text
     assert text.endswith("Not compared, because one of the two refuses them: `c`.")
-
-
-def test_the_page_says_what_the_results_say() -> None:
-    assert lowering.main(["--check"]) == 0, "python -m benchmarks.lowering --table"

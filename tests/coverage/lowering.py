@@ -1,45 +1,28 @@
 """Does the compiler get from us the graph that it gets from ``torch.compile``?
 
-    python -m benchmarks.lowering --out benchmarks/results/lowering-host.jsonl    # goes on where it stopped
-    python -m benchmarks.lowering --names transformers:bert                       # one, printed
-    python -m benchmarks.lowering --table               # writes docs/kernels.md; --check: only looks
-
 We hand Inductor a recording of eager's calls, ``torch.compile`` what Dynamo reads in the model's Python. Both graphs
 are compared as Inductor is about to make kernels of them, all operators taken apart: how many of each operator one
 has more than the other. Views, copies and what only makes constants (ours are folded ahead of time) are not compared. A
 model whose graphs agree gets the same kernels from both, before our rewrites. Nothing is compiled.
-
-The architectures are those of ``coverage_list.json``, small and in float32, by default on the host.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
-from benchmarks import coverage
-from benchmarks.table import ROOT, filled
+from benchmarks.common import markdown
 from nimble_core import Nimble, Options
 from nimble_core.compiler.inductor import compile_graph
 from nimble_core.compiler.to_fx import lift
 from nimble_core.torch_compat.compiler import INDUCTOR_CONFIG
 from nimble_core.tracing.operator_traits import is_view
-from nimble_core.utils.errors import first_line
 
-PAGE = ROOT / "docs" / "kernels.md"
-RESULTS = ROOT / "benchmarks" / "results" / "lowering-host.jsonl"
 Row = dict[str, Any]
-
 _COPIES = {"aten.clone.default", "aten.alias.default", "aten.detach.default", "aten.copy.default"}
 _CONSTANTS = {"aten.full.default", "prims.iota.default", "aten.lift_fresh_copy.default", "aten.scalar_tensor.default"}
 
@@ -92,71 +75,17 @@ def compared(model: torch.nn.Module, inputs: dict[str, Any]) -> Row:
     return {"both": (ours & theirs).total(), "ours more": dict(ours - theirs), "theirs more": dict(theirs - ours)}
 
 
-def measure(name: str, device: str = "cpu") -> Row:
-    """One row: an architecture's graphs, or why there is only one."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    package, _, known = name.partition(":")
-    row = {"name": name, "device": device, "torch": str(torch.__version__)}
-    try:
-        if package == "transformers":
-            model, inputs, _ = coverage.transformers_model(known, device)
-        else:
-            model, inputs, _ = coverage.vision_model(package, known, device)
-        return row | compared(model, inputs(0))
-    except Exception as error:
-        return row | {"error": f"{type(error).__name__}: {first_line(error)}"}
-
-
 def table(rows: Sequence[Row]) -> str:
     """Say in Markdown how many agree, how the others differ, and which are not compared."""
     both = [row for row in rows if "both" in row]
     unlike = [row for row in both if row["ours more"] or row["theirs more"]]
     names = ", ".join(f"`{row['name']}`" for row in rows if row not in both)
-    lines = [
-        f"Of {len(rows)} architectures both graphs are made of {len(both)}; {len(both) - len(unlike)} of these have "
-        "the same operators. The others:",
-        "",
-        "| architecture | ours has more | `torch.compile`'s has more |",
-        "| --- | --- | --- |",
-        *(f"| `{row['name']}` | {_told(row['ours more'])} | {_told(row['theirs more'])} |" for row in unlike),
-    ]
-    return "\n".join([*lines, "", f"Not compared, because one of the two refuses them: {names or 'none'}."])
+    said = f"Of {len(rows)} architectures both graphs are made of {len(both)}; {len(both) - len(unlike)} of these have "
+    heads = ("architecture", "ours has more", "`torch.compile`'s has more")
+    more = ([f"`{row['name']}`", _told(row["ours more"]), _told(row["theirs more"])] for row in unlike)
+    text = f"{said}the same operators. The others:\n\n{markdown(heads, more)}\n\n"
+    return f"{text}Not compared, because one of the two refuses them: {names or 'none'}."
 
 
 def _told(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "–"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare what the file does not hold yet."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--names", nargs="+")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--table", action="store_true")
-    parser.add_argument("--check", action="store_true")
-    given = parser.parse_args(arguments)
-    if given.table or given.check:
-        rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
-        text = filled(PAGE.read_text(), {"lowering": table(rows)})
-        changed = text != PAGE.read_text()
-        if changed and given.table:
-            PAGE.write_text(text)
-        return int(given.check and changed)
-    done = set()
-    with suppress(FileNotFoundError, TypeError):
-        done = {json.loads(line)["name"] for line in Path(given.out).read_text().splitlines()}
-    groups: dict[str, list[str]] = json.loads(coverage.LIST.read_text())
-    names = given.names or sorted({name for names in groups.values() for name in names})
-    for row in coverage.run([(name, given.device) for name in names if name not in done], measure):
-        if given.out:
-            with given.out.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-        print(json.dumps(row), flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

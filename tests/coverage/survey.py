@@ -1,20 +1,19 @@
 """How many architectures are right as they come: each prepared with defaults and compared with eager on fresh inputs.
 
-    python -m benchmarks.coverage --out benchmarks/results/coverage-host.jsonl    # goes on where it stopped
-    python -m benchmarks.coverage --device cuda --out benchmarks/results/coverage-h200.jsonl
-    python -m benchmarks.coverage --names transformers:bert --group host               # one, printed
-    python -m benchmarks.coverage --table                                # writes docs/coverage.md; --check: only looks
+    python -m tests.coverage --out benchmarks/results/coverage-host.jsonl    # goes on where it stopped
+    python -m tests.coverage --device cuda --out benchmarks/results/coverage-h200.jsonl
+    python -m tests.coverage --names transformers:bert --group host               # one, printed
+    python -m tests.coverage --group lowering --out benchmarks/results/lowering-host.jsonl  # what lowering.py says
+    python -m tests.coverage --table                      # writes their tables into pages; --check: only looks
 
-``coverage_list.json`` names the architectures of each group, as ``package:name``; one of transformers is a model type,
-with its default configuration made small by one rule (``small``). Each runs in a process of its own, with a limit of
-time and of memory.
-
-A model counts as static where two eager runs on different values issue the same calls, or ``torch.export`` succeeds.
+``list.json`` names the architectures of each group, as ``package:name``; one of transformers is a model type,
+with its default configuration made small by one rule (``small``). Each has a process of its own, time and memory of
+which are limited. A model counts as static where two eager runs on different values issue the same calls, or
+``torch.export`` succeeds.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import gc
 import inspect
@@ -23,7 +22,6 @@ import math
 import multiprocessing
 import re
 import resource
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,17 +31,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
-from benchmarks.table import ROOT, filled
+from benchmarks.common import ROOT, filled, markdown, options, publish
+from benchmarks.models import Noted
 from nimble_core import Nimble, Options, TrainStep
 from nimble_core.utils.errors import first_line
 from nimble_core.validation.bounds import BOUNDS, tolerance_for
 from nimble_core.validation.distances import relative_error
+from tests.coverage import lowering
 
-LIST = ROOT / "benchmarks" / "coverage_list.json"
+LIST = ROOT / "tests" / "coverage" / "list.json"
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "docs" / "coverage.md", ROOT / "README.md")
+PAGES = (ROOT / "docs" / "coverage.md", ROOT / "docs" / "kernels.md", ROOT / "README.md")
 # Time decides which plan is kept, not what is right: a second of it is enough on a host.
 GROUPS = {
     "host": ("on the host, default options", Options(budget_s=1.0)),
@@ -51,6 +51,7 @@ GROUPS = {
     "cuda": ('on a GPU, `tune="off"`', Options(tune="off")),
     "cuda-default": ("on a GPU, default options", Options()),
 }
+LOWERING = "lowering"  # no run of a model, but what its compiler gets
 FRESH = 2
 _LIMIT_S, _LIMIT_GB, _MOST = 120, 8, 400_000_000
 _LAYERS = re.compile(r"(^|_)(layers?|num_blocks|depth)$")
@@ -59,6 +60,7 @@ _WIDTHS = re.compile(r"(^|_)(hidden_size|d_model|n_embd|dim|hidden_dim|intermedi
 
 Inputs = Callable[[int], dict[str, Any]]
 Row = dict[str, Any]
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 def small(kind: type, level: str) -> Any:
@@ -88,6 +90,12 @@ def small(kind: type, level: str) -> Any:
     return kind(**changed)
 
 
+def made(name: str, device: str) -> tuple[torch.nn.Module, Inputs, str]:
+    """Make the model that the list calls so; return it with inputs that it takes, and its size."""
+    package, _, known = name.partition(":")
+    return transformers_model(known, device) if package == "transformers" else vision_model(package, known, device)
+
+
 def transformers_model(name: str, device: str) -> tuple[torch.nn.Module, Inputs, str]:
     """Make the base model of a model type; return it with the first inputs that eager takes, and its size."""
     import transformers
@@ -105,8 +113,8 @@ def transformers_model(name: str, device: str) -> tuple[torch.nn.Module, Inputs,
         except Exception as error:
             said = f"{type(error).__name__}: {first_line(error)}"
             continue
-        for names, at in product(_names(model), range(4)):
-            inputs = _maker(names, at, config, device)
+        for shapes in _tries(model):
+            inputs = _maker(shapes, device)
             try:
                 with torch.no_grad():
                     model(**inputs(0))
@@ -116,12 +124,14 @@ def transformers_model(name: str, device: str) -> tuple[torch.nn.Module, Inputs,
     raise ValueError(f"eager does not run: {said}")
 
 
-def _names(model: Any) -> list[tuple[str, ...]]:
-    """Names of inputs to try: the main one, with what the forward needs besides, then all that is known here."""
-    taken = [name for name in inspect.signature(model.forward).parameters if name in _shapes(model.config)]
+def _tries(model: Any) -> Iterator[Shapes]:
+    """Shapes of inputs: of the main one, with what the forward needs besides, then of all that is known here."""
+    known = _shapes(model.config)
+    taken = [name for name in inspect.signature(model.forward).parameters if name in known]
     main = model.main_input_name if isinstance(model.main_input_name, str) else model.main_input_name[0]
     needed = [name for name in taken if name in (main, "decoder_input_ids", "bbox")]
-    return [*dict.fromkeys([(main,), tuple(needed), tuple(taken)])]
+    for names, at in product(dict.fromkeys([(main,), tuple(needed), tuple(taken)]), range(4)):
+        yield {name: known[name][at] for name in names}
 
 
 def _shapes(config: Any) -> dict[str, Sequence[tuple[int, ...]]]:
@@ -136,27 +146,22 @@ def _shapes(config: Any) -> dict[str, Sequence[tuple[int, ...]]]:
     size = (size["height"], size["width"]) if isinstance(size, Mapping) else size
     size = tuple(size) if isinstance(size, (list, tuple)) else (size, size)
     channels, bins = first(["num_channels", "in_channels"], 3), first(["num_mel_bins", "feature_size"], 80)
-    images = [
-        (2, channels, *size),
-        (1, first(["num_frames"], 8), channels, *size),
-        (2, 3, 224, 224),
-        (1, channels, 64, 64),
-    ]
+    video = (1, first(["num_frames"], 8), channels, *size)
+    images = [(2, channels, *size), video, (2, 3, 224, 224), (1, channels, 64, 64)]
     ids = [(2, 12), (1, 128), (1, 1024), (2, 12)]
     return {
         "input_ids": ids,
         "decoder_input_ids": ids,
         "bbox": [(*one, 4) for one in ids],
         "pixel_values": images,
-        "pixel_values_videos": images[1:2] * 4,
+        "pixel_values_videos": [video] * 4,
         "input_values": [(2, 4000), (2, first(["max_length"], 1024), bins), (1, 1, 4000), (2, 16000)],
         "input_features": [(2, bins, 3000), (2, 100, bins), (2, 1, 1001, 64), (1, bins, 200)],
     }
 
 
-def _maker(names: Sequence[str], at: int, config: Any, device: str) -> Inputs:
-    """Return a maker of inputs of these names, in the shapes of this try, with other values for each turn."""
-    shapes = {name: _shapes(config)[name][at] for name in names}
+def _maker(shapes: Shapes, device: str) -> Inputs:
+    """Return a maker of inputs of these names and shapes, with other values for each turn."""
 
     def make(turn: int) -> dict[str, Any]:
         drawn = torch.Generator().manual_seed(turn)
@@ -182,44 +187,23 @@ def vision_model(package: str, name: str, device: str) -> tuple[torch.nn.Module,
 
         model = timm.create_model(name)
         size = model.default_cfg["input_size"][-1]
-
-    def make(turn: int) -> dict[str, Any]:
-        return {"x": torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(turn)).to(device)}
-
-    return model.eval().to(device), make, "default"
+    return model.eval().to(device), _maker({"x": (2, 3, size, size)}, device), "default"
 
 
-class _Calls(TorchDispatchMode):
-    """Writes down each call: operator, shapes and types of tensors, other arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls.append(f"{func} {_told(args)} {_told(kwargs or {})}")
-        return func(*args, **(kwargs or {}))
-
-
-def _told(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype}{list(value.shape)}"
-    if isinstance(value, Mapping):
-        return {name: _told(one) for name, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_told(one) for one in value]
-    return type(value).__name__ if "object at" in repr(value) else repr(value)
+def _told(given: Any) -> str:
+    """Tell calls apart by all but tensors' values and objects' addresses."""
+    shown = tree_map_only(torch.Tensor, lambda one: f"{one.dtype}{list(one.shape)}", given)
+    return re.sub(r" at 0x\w+", "", repr(shown))
 
 
 def why_not_static(model: torch.nn.Module, inputs: Inputs) -> str:
     """Empty for a static model; else the first call that differs between two runs on other values."""
-    runs = []
-    for turn in range(2):
+    runs: list[list[str]] = [[], []]
+    for turn, seen in enumerate(runs):
         torch.manual_seed(turn)
         given = inputs(turn)
-        with torch.no_grad(), _Calls() as seen:
+        with torch.no_grad(), Noted(lambda func, *given, seen=seen: seen.append(f"{func} {_told(given)}")):
             model(**given)
-        runs.append(seen.calls)
     if runs[0] == runs[1]:
         return ""
     with suppress(Exception):
@@ -245,13 +229,7 @@ def compared(model: torch.nn.Module, inputs: Inputs, options: Options) -> Row:
     net = Nimble(model, options).prepare(**inputs(100))
     worst, exact = 0.0, True
     for turn in range(FRESH):
-        runs = []
-        for one in (model, net):
-            torch.manual_seed(turn)
-            with torch.no_grad():
-                output = one(**inputs(turn))
-            runs.append((type(output), [tensor.clone() for tensor in tensors_of(output)]))
-        (kind, theirs), (mine, ours) = runs
+        (kind, theirs), (mine, ours) = (_ran(one, inputs, turn) for one in (model, net))
         if kind is not mine or len(theirs) != len(ours):
             told = f"outputs are {mine.__name__} of {len(ours)}, not {kind.__name__} of {len(theirs)}"
             return {"passes": False, "error": told}
@@ -261,6 +239,14 @@ def compared(model: torch.nn.Module, inputs: Inputs, options: Options) -> Row:
     convolves = any(isinstance(one, torch.nn.modules.conv._ConvNd) for one in model.modules())
     right = worst <= (tolerance_for(theirs) if convolves else BOUNDS["float32"].tolerance)
     return {"passes": right, "exact": exact, "error": "" if right else f"outputs are off by {worst:.1e}"}
+
+
+def _ran(model: Any, inputs: Inputs, turn: int) -> tuple[type, list[torch.Tensor]]:
+    """Type of an output, and its tensors."""
+    torch.manual_seed(turn)
+    with torch.no_grad():
+        output = model(**inputs(turn))
+    return type(output), [tensor.clone() for tensor in tensors_of(output)]
 
 
 def trained(model: torch.nn.Module, inputs: Inputs, options: Options) -> Row:
@@ -296,11 +282,12 @@ def measure(name: str, group: str) -> Row:
     torch.manual_seed(0)
     started = prepared = time.monotonic()
     device = "cuda" if group.startswith("cuda") else "cpu"
-    package, _, known = name.partition(":")
     row: Row = {"name": name, "group": group, "static": None, "passes": False}
     try:
-        made = transformers_model(known, device) if package == "transformers" else vision_model(package, known, device)
-        model, inputs, row["size"] = made
+        model, inputs, row["size"] = made(name, device)
+        if group == LOWERING:
+            found = lowering.compared(model, inputs(0))
+            return row | {"static": True, "passes": not (found["ours more"] or found["theirs more"]), **found}
         row["inputs"] = {key: list(one.shape) for key, one in inputs(0).items()}
         row["why"] = why_not_static(model.train(group == "training"), inputs)
         row["static"], prepared = not row["why"], time.monotonic()
@@ -311,16 +298,18 @@ def measure(name: str, group: str) -> Row:
     return row | {"seconds": round(now - started, 1), "own_s": round(now - prepared, 1)}
 
 
-def run(work: Sequence[tuple[str, str]], one: Callable[[str, str], Row] = measure) -> Iterator[Row]:
-    """Rows of ``(name, group)``, each made by ``one`` in a process of its own."""
+def run(work: Sequence[tuple[str, str]], out: Path | None) -> Iterator[Row]:
+    """Rows of ``(name, group)`` that the file lacks, each made in a process of its own; and kept there."""
     # Forked: what all need is imported once.
     import transformers.models.bert.modeling_bert  # noqa: F401  # what children then need not import
 
     gc.freeze()
     fork = multiprocessing.get_context("fork")
-    for name, group in work:
+    held = map(json.loads, out.read_text().splitlines() if out and out.exists() else ())
+    done = {(row["name"], row.get("group", LOWERING)) for row in held}
+    for name, group in (one for one in work if one not in done):
         mine, theirs = fork.Pipe(duplex=False)
-        process = fork.Process(target=_child, args=(one, name, group, theirs))
+        process = fork.Process(target=_child, args=(name, group, theirs))
         process.start()
         theirs.close()
         row: Row = {"name": name, "group": group, "static": None, "passes": False}
@@ -330,32 +319,34 @@ def run(work: Sequence[tuple[str, str]], one: Callable[[str, str], Row] = measur
             row["error"] = "its process died: out of memory, or a crash"
         process.kill()
         process.join()
+        if out:
+            with out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
         yield row
 
 
-def _child(one: Callable[[str, str], Row], name: str, group: str, pipe: Any) -> None:
+def _child(name: str, group: str, pipe: Any) -> None:
     if not group.startswith("cuda"):  # which maps far more than it uses
         resource.setrlimit(resource.RLIMIT_DATA, (_LIMIT_GB << 30, _LIMIT_GB << 30))
-    pipe.send(one(name, group))
+    pipe.send(measure(name, group))
 
 
 def table(rows: Sequence[Row]) -> str:
     """Write the results as Markdown: a line for each group, then each model that does not pass."""
-    lines = ["| group | architectures | static | of these pass | bit for bit |", "| --- | --- | --- | --- | --- |"]
-    failed = ["| group | architecture | static | what is said |", "| --- | --- | --- | --- |"]
+    counted, failed = [], []
     for group, (what, _) in GROUPS.items():
         mine = [one for one in rows if one["group"] == group]
         static = [one for one in mine if one["static"]]
         passed = [one for one in static if one["passes"]]
         share = f" ({len(passed) / len(static):.1%})" if static else ", not measured yet"
         exact = sum(bool(one.get("exact")) for one in passed)
-        lines.append(f"| {what} | {len(mine)} | {len(static)} | {len(passed)}{share} | {exact} |")
-        for one in mine:
-            if not one["passes"]:
-                said = re.sub(r"\s+", " ", one.get("error", "")).replace("|", "\\|").replace("<", "\\<")
-                kind = {True: "yes", False: "no"}.get(one["static"], "–")
-                failed.append(f"| {group} | `{one['name']}` | {kind} | {said} |")
-    return "\n".join([*lines, "", *(failed if failed[2:] else ["All pass."])])
+        counted.append([what, f"{len(mine)}", f"{len(static)}", f"{len(passed)}{share}", f"{exact}"])
+        for one in (one for one in mine if not one["passes"]):
+            said = re.sub(r"\s+", " ", one.get("error", "")).replace("|", "\\|").replace("<", "\\<")
+            failed.append([group, f"`{one['name']}`", {True: "yes", False: "no"}.get(one["static"], "–"), said])
+    text = markdown(["group", "architectures", "static", "of these pass", "bit for bit"], counted)
+    heads = ["group", "architecture", "static", "what is said"]
+    return f"{text}\n\n{markdown(heads, failed) if failed else 'All pass.'}"
 
 
 def works(rows: Sequence[Row]) -> str:
@@ -381,37 +372,23 @@ def results(folder: Path) -> list[Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is due, or write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
+    """Run what is due, or write the tables."""
+    parser = options(__doc__)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--group", action="append", choices=[*GROUPS], help="all of the device by default")
-    parser.add_argument("--names", nargs="+")
-    parser.add_argument("--table", action="store_true")
-    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--group", action="append", choices=[*GROUPS, LOWERING], help="by default all of the device")
+    parser.add_argument("--names", nargs="+", help="by default all of the list")
+    parser.add_argument("--table", action="store_true", help="write the pages of what the results say")
+    parser.add_argument("--check", action="store_true", help="exit status 1 where the pages say something else")
     given = parser.parse_args(arguments)
     if given.table or given.check:
-        rows = results(RESULTS)
-        texts = {page: filled(page.read_text(), {"coverage": table(rows), "works": works(rows)}) for page in PAGES}
-        changed = [page for page, text in texts.items() if text != page.read_text()]
-        for page in changed:
-            if given.check:
-                print(f"{page.name} does not say what the results do: benchmarks.coverage --table", file=sys.stderr)
-            else:
-                page.write_text(texts[page])
-        return int(given.check and bool(changed))
+        rows, graphs = results(RESULTS), (RESULTS / "lowering-host.jsonl").read_text().splitlines()
+        parts = {"coverage": table(rows), "works": works(rows), LOWERING: lowering.table([*map(json.loads, graphs)])}
+        texts = {page: filled(page.read_text(), parts) for page in PAGES}
+        return publish(texts, "tests.coverage --table", check=given.check)
     groups = given.group or [group for group in GROUPS if group.startswith("cuda") == (given.device == "cuda")]
-    work = [(name, group) for group in groups for name in given.names or json.loads(LIST.read_text())[group]]
-    lines = given.out.read_text().splitlines() if given.out and given.out.exists() else []
-    done = {(row["name"], row["group"]) for row in map(json.loads, lines)}
-    for row in run([one for one in work if one not in done]):
-        if given.out:
-            with given.out.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+    listed: dict[str, list[str]] = json.loads(LIST.read_text())
+    listed[LOWERING] = sorted({name for names in listed.values() for name in names})
+    for row in run([(name, group) for group in groups for name in given.names or listed[group]], given.out):
         outcome = "pass" if row["passes"] else "FAIL" if row["static"] else "not static"
         print(outcome, row["group"], row["name"], row.get("error", ""), flush=True)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
