@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop_count, shape_wrapper
 
 from benchmarks import cells
+from benchmarks.diffusion import DiT, UNet
 from benchmarks.llama import Size, llama
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -244,6 +245,26 @@ def _encoder(batch: int, device: str, tiny: bool) -> Inference:
     return Inference(model, lambda: ((torch.randn(batch, length, width, device=device),), {}))
 
 
+def _dit(batch: int, device: str, tiny: bool) -> Inference:
+    side, *sizes = (8, 64, 2, 2) if tiny else (32, 768, 12, 12)
+
+    def fresh() -> Inputs:
+        noisy = torch.randn(batch, 4, side, side, device=device)
+        return (noisy, *(torch.randint(1000, (batch,), device=device) for _ in range(2))), {}
+
+    return Inference(DiT(side, *sizes).to(device).eval(), fresh)
+
+
+def _unet(batch: int, device: str, tiny: bool) -> Inference:
+    model = UNet(32, (1, 2)) if tiny else UNet()
+    side = 16 if tiny else 32
+
+    def fresh() -> Inputs:
+        return (torch.randn(batch, 3, side, side, device=device), torch.randint(1000, (batch,), device=device)), {}
+
+    return Inference(model.to(device).eval(), fresh)
+
+
 # -- rows ----------------------------------------------------------------------------------------------------------
 
 
@@ -278,6 +299,8 @@ _TABLE = (
     _row("randwire", "RandWire as made", images("cells.randwire", calibrate=False), "float32"),
     _row("segformer", "SegFormer", _SEGFORMER({"pixel_values": (3, 512, 512)})),
     _row("encoder", "torch.nn's encoder 128", _encoder),
+    _row("dit-b", "DiT-B/2", _dit, "bfloat16", 2),
+    _row("unet", "DDPM's U-Net", _unet),
     _row("bert-b8-tf32", "BERT-base 128", _BERT, "tf32", 8),
     _row("vit-tf32", "ViT-B/16", _transformers("ViTModel", _IMAGE, _SMALL), "tf32"),
     _row("vit-l-b64", "ViT-L/16", images("torchvision.vit_l_16"), "bfloat16", 64),
