@@ -116,7 +116,7 @@ def _simplest(
     close = not_slower(times)
     others = [ratio(times[close[0]], times[name]).decided for name in times if name != close[0]]
     if any(others) or not others:
-        tied = _expected_alike(found, close) if on_cuda else close
+        tied = [name for name in close if not (on_cuda and _expected_slower(name, close, found, times))]
         return Choice(min(tied, key=lambda name: simplicity(found[name])), all(others))
     if (last := kept()) in times:
         return Choice(last, False)
@@ -126,7 +126,10 @@ def _simplest(
     return Choice(next(compiled, ranked[0]), False)
 
 
-def _expected_alike(found: Mapping[str, Candidate], names: Sequence[str]) -> Sequence[str]:
-    expected = {name: found[name].simulated_ns for name in names}
-    least = min((ns for ns in expected.values() if ns), default=0.0)
-    return [name for name, ns in expected.items() if ns <= _APART * least]
+def _expected_slower(
+    name: str, close: Sequence[str], found: Mapping[str, Candidate], times: Mapping[str, Measurement]
+) -> bool:
+    """Whether kernels say that this takes longer than another, where measuring could not tell."""
+    ns = found[name].simulated_ns
+    others = (one for one in close if 0 < _APART * found[one].simulated_ns < ns)
+    return any(not ratio(times[name], times[one]).decided for one in others)

@@ -88,6 +88,12 @@ def test_what_a_noisy_clock_cannot_tell_apart_kernels_may(expected: dict[str, fl
     assert choose(found(*tried), {}, FREE, on_cuda=on_cuda).name == best
 
 
+def test_what_is_measured_alike_is_alike_whatever_is_expected() -> None:
+    single, several = candidate("single", 100), candidate("nimble", 100)
+    tried = found(replace(single, simulated_ns=120.0), replace(several, simulated_ns=90.0))
+    assert choose(tried, {}, FREE, on_cuda=True).name == "single"
+
+
 @pytest.mark.parametrize(
     ("nbytes", "speed", "worth", "heavier"),
     [
