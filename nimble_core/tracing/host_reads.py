@@ -40,7 +40,8 @@ __all__ = [
 ]
 
 WAITS = "the host would have to wait for the device, and a replay cannot"
-ON_DEVICE = "compute it on the device, or pass it as an input"
+ON_DEVICE = "keep it a tensor (torch.where instead of if), or pass it as an input"
+_TO_PYTHON = "gives the host a tensor's value (.item(), bool(), int() and the like)"
 FIXED_SHAPE = "use a form with a fixed shape (torch.where, a mask, a size argument)"
 _TO_HOST = "copies from the device to the host", "keep the tensor on the device, or copy it outside the model"
 
@@ -69,7 +70,7 @@ def reason_to_wait(
     if traits.looks or (away and traits.name == "aten::_linalg_check_errors"):
         condition = isinstance(args[0], torch.Tensor) and args[0].dtype is torch.bool
         fix = next((fix for file, fix in _FIX_BY_FILE.items() if issued_in(frame, file)), "")
-        return "gives the host a value computed on the device", fix or (_CHOOSE if condition else ON_DEVICE)
+        return _TO_PYTHON, fix or (_CHOOSE if condition else ON_DEVICE)
     if shape_depends_on_data(func, args, kwargs):
         if not traits.puts:
             return "has an output whose shape depends on data", FIXED_SHAPE

@@ -211,7 +211,7 @@ def _of_eager(report: ReportData) -> Iterator[Change]:
         "prepare the model with Nimble, so that calls are replayed",
         exposed,
         "overhead while the device is idle",
-        f"{PREPARE}Nimble(model).prepare({'x, training=True' if trained else '*args'})",
+        f"{PREPARE}Nimble(model).prepare({inputs_of(report)}{', training=True' * trained})",
     )
     loader = report.sampling.loader_ns / scale if report.sampling and report.sampling.loader_ns >= 0 else 0.0
     yield change(
@@ -288,14 +288,19 @@ def _faster_runs(report: ReportData, run: str, now: float) -> Iterator[Change]:
             yield Change(what, run, now * (1 - 1 / over.value), now, "measured", why, code=code)
 
 
+def inputs_of(report: ReportData) -> str:
+    """Write the inputs of a call, to be pasted: ``x``, or what stands for several."""
+    return "*args" if len(report.program.inputs) > 1 and not trains(report) else "x"
+
+
 def _code_of(report: ReportData, name: str) -> str:
     """Write how to run as this run of a report did; empty if nothing is to be done, or it is not a line."""
     if name == EAGER_ALONE:
         return "torch.set_num_threads(1)"
     if report.schedule(name):
         fuse, policy = split_plan(name)
-        options, given = f"fuse={fuse!r}, policy={policy.partition(',')[0]!r}", "x, training=True" * trains(report)
-        made = f"net = Nimble(model, Options({options})).prepare({given or '*args'})"
+        options, given = f"fuse={fuse!r}, policy={policy.partition(',')[0]!r}", ", training=True" * trains(report)
+        made = f"net = Nimble(model, Options({options})).prepare({inputs_of(report)}{given})"
         return f"from nimble_core import Nimble, Options\n{made}"
     kind, _, mode = name.removesuffix("+freezing").partition(":")
     return f"model = torch.compile(model{f', mode={mode!r}' if mode else ''})" * (kind == "compile")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nimble_core.utils.units import format_ns, format_percent
-from nimble_viz.analysis.advice import PREPARE, Change, advice, best_run
+from nimble_viz.analysis.advice import PREPARE, Change, advice, best_run, inputs_of
 from nimble_viz.analysis.compared import doubts, only_threads, outlook, over_peer, wrong_runs
 from nimble_viz.analysis.disturbance import why_undecided
 from nimble_viz.analysis.labels import (
@@ -33,7 +33,9 @@ _WHAT_COMPARE_SAYS = (
 _CREDIBLE = 0.9
 """A bound above this share of the time is no news, and not said."""
 _COMPILED = 'options=Options(fuse="inductor")'
-_DIAGNOSE = "from nimble_viz import diagnose\nprint(diagnose(model, *args))"
+_WILD = 0.5
+"""Spread of iterations above which no advice is taken from a profile."""
+_DIAGNOSE = "from nimble_viz import diagnose\nprint(diagnose(model, {}))"
 _AGAIN = "options=Options(budget_s=120)"
 
 
@@ -41,9 +43,10 @@ def tiles(report: ReportData) -> dict[str, Any]:
     """Return the three tiles and the picture below them, as text and nanoseconds.
 
     ``now`` and ``prepared`` have a ``figure``, and ``lines`` that explain it, ``now`` also the ``rows`` of what the
-    time is spent on; ``prepared`` the ``verdict`` and its ``interval``, and ``good``: nothing is doubtful. ``next`` is
-    one sentence in ``figure``, with its ``lines``. ``code`` is to paste, empty if there is none. ``picture`` holds the
-    runs on one time axis: how long each is without a profiler, and by what its profiled spans are to be multiplied.
+    time is spent on, and whether it is ``stable``; ``prepared`` the ``verdict`` and its ``interval``, and ``good``:
+    nothing is doubtful. ``next`` is one sentence in ``figure``, with its ``lines``. ``code`` is to paste, or empty.
+    ``picture`` holds the runs on one time axis: how long each is without a profiler, and by what its profiled
+    spans are to be multiplied.
     """
     return {
         "now": _now(report),
@@ -100,6 +103,7 @@ def _now(report: ReportData) -> dict[str, Any]:
         "rows": [{**rows[key], "key": key, "name": names.get(key, key)} for key in _ORDER if key in rows],
         "basis": found["basis"] if found else "",
         "lines": lines,
+        "stable": taken is None or taken.stable,
         "code": "",
     }
 
@@ -164,7 +168,7 @@ def _next(report: ReportData) -> dict[str, Any]:
         what = "Find what keeps the model from being prepared" if not wrong_runs(report) else "Find what differs"
         return _step(
             f"{what}: diagnose names each line and its remedy.",
-            _DIAGNOSE,
+            _DIAGNOSE.format(inputs_of(report)),
         )
     if not report.complete:
         return _step("Measure again to the end: this run was interrupted.", _compare(report))
@@ -187,6 +191,10 @@ def _next(report: ReportData) -> dict[str, Any]:
 
 
 def _of_profile(report: ReportData, first: Change | None) -> dict[str, Any]:
+    taken = report.measurement("eager")
+    if taken is not None and not taken.stable and taken.spread > _WILD:
+        what = f"iterations vary by {format_percent(taken.spread)}"
+        return _step(f"Profile again on a quiet machine: {what}, so neither length nor shares are certain.", "")
     if first is not None:
         return _step(_sentence(first), first.code, first.why)
     longest = computing(report, "operator")[:1] if report.overhead else []
@@ -206,14 +214,14 @@ def _step(sentence: str, code: str, more: str = "") -> dict[str, Any]:
 
 def _compare(report: ReportData, more: str = "") -> str:
     phases = report.overhead.phases if report.overhead else ()
-    given = _STEP if trains(report) or any(one.phase == "backward" for one in phases) else "*args"
+    given = _STEP if trains(report) or any(one.phase == "backward" for one in phases) else inputs_of(report)
     imports = "Options, compare" if "Options" in more else "compare"
     return f"from nimble_viz import {imports}\nreport = compare(model, {given}{more and ', '}{more})"
 
 
 def _use(report: ReportData) -> str:
     if not trains(report):
-        return f"{PREPARE}Nimble(model).prepare(*args, plan=report.plan)"
+        return f"{PREPARE}Nimble(model).prepare({inputs_of(report)}, plan=report.plan)"
     if not any(call.phase == "optimizer" for call in report.program.calls):
         return f"{PREPARE}Nimble(model).prepare(x, training=True)"
     made = "step = TrainStep(model, loss_fn, optimizer)\nstep.prepare(x, y, plan=report.plan)"

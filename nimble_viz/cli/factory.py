@@ -80,10 +80,14 @@ def made_by(spec: str, training: bool = False) -> tuple[Any, tuple[Any, ...], di
             return model, tuple(args), {}, {}
         case (model, tuple() | list() as args, dict() as kwargs) if not training:
             return model, tuple(args), kwargs, {}
+        case (model, dict() as kwargs) if not training:
+            return model, (), kwargs, {}
+        case (model, one) if not training:
+            return model, (one,), {}, {}
     given = f"dict of {', '.join(map(str, made))}" if isinstance(made, dict) else type(made).__name__
     if training:
         raise InputError(f"{spec} gave {given}, which does not say how to train", fix=f"return {TRAINING_FACTORY}")
     raise InputError(
-        f"{spec} gave {given}, not (model, args) or (model, args, kwargs)",
+        f"{spec} gave {given}, not (model, x), (model, inputs) or (model, args, kwargs)",
         fix=f"return those, or {TRAINING_FACTORY}, and start with --training",
     )

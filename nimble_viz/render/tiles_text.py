@@ -61,7 +61,8 @@ class TilesText:
             if one["ns"]
         )
         bound = f"{now['bound']}: {spent}" if now["bound"] else ""
-        said = words("; ".join(filter(None, (bound, *now["lines"]))))
+        told = (bound, *now["lines"]) if now["stable"] else (*now["lines"], bound)
+        said = words("; ".join(filter(None, told)))
         parts = [one["ns"] for one in now["rows"]] or [now["ns"]]
         shares = [*parts, *[0.0] * (5 - len(parts))]
         head = words(now["figure"], "bold").append(f"  {now['of']}", "not bold")

@@ -144,7 +144,7 @@ def test_a_refusal_holds_though_the_model_catches_it() -> None:
             scale = 1.0
         return x * scale
 
-    with pytest.raises(CaptureError, match="gives the host a value") as caught:
+    with pytest.raises(CaptureError, match="gives the host a tensor") as caught:
         Nimble(forward, QUICK).prepare(torch.rand(3))
     assert "test_hidden_state.py" in caught.value.where
 

@@ -164,7 +164,7 @@ def test_values_are_not_there() -> None:
     def branch(x: torch.Tensor) -> torch.Tensor:
         return x * 2 if x.sum() > 0 else x
 
-    with pytest.raises(CaptureError, match="gives the host a value") as caught:
+    with pytest.raises(CaptureError, match="gives the host a tensor") as caught:
         dry(branch, torch.randn(3))
     assert "test_fake_run.py" in caught.value.where
     with pytest.raises(CaptureError, match="shape depends on data") as caught:

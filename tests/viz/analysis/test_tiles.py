@@ -11,6 +11,7 @@ import torch
 
 import nimble_core
 import nimble_viz
+from nimble_core.ir.measurement import summarize
 from nimble_core.scheduling.policies import POLICIES
 from nimble_viz.analysis.tiles import tiles
 from nimble_viz.report.data import Bound, EqualityCheck, PeerResult
@@ -108,7 +109,15 @@ def test_the_code_of_a_real_report_runs() -> None:
     model, args = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()).eval(), (torch.randn(2, 8),)
     report = nimble_viz.compare(model, *args, options=nimble_core.Options(tune="off"))
     sure = timed(report, {taken.name: 1e5 / (1 + at) for at, taken in enumerate(report.measurements)}, noise=0.01)
-    names: dict[str, object] = {"model": model, "args": args, "report": sure}
+    names: dict[str, object] = {"model": model, "x": args[0], "report": sure}
     exec(tiles(sure)["next"]["code"], names)
     assert torch.allclose(names["net"](*args), model(*args))
-    assert "compare(model, *args, against=" in tiles(sure)["prepared"]["code"]
+    assert "compare(model, x, against=" in tiles(sure)["prepared"]["code"]
+
+
+@pytest.mark.parametrize(("noise", "again"), [(0.1, False), (3.0, True)])
+def test_no_advice_is_taken_from_a_disturbed_profile(noise: float, again: bool) -> None:
+    taken = summarize("eager", [1e6 * (1 + noise * (at % 2)) for at in range(40)])
+    found = tiles(replace(profile_report(), measurements=(taken,)))
+    assert found["next"]["figure"].startswith("Profile again") is again
+    assert found["now"]["stable"] is taken.stable

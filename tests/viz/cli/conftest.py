@@ -15,6 +15,8 @@ import sibling
 
 def model(x): return x
 def two(): return model, (sibling.VALUE,)
+def one(): return model, sibling.VALUE
+def named(): return model, {"scale": 3}
 def three(): return model, [1, 2], {"scale": 3}
 def wrong(): return model
 

@@ -18,6 +18,8 @@ from nimble_viz.collect.compare import compare
     [
         ("two", False, ((5,), {}, {})),
         ("three", False, ((1, 2), {"scale": 3}, {})),
+        ("one", False, ((5,), {}, {})),
+        ("named", False, ((), {"scale": 3}, {})),
         ("step", False, ((1,), {"scale": 2}, {})),
         ("step", True, ((1,), {"scale": 2}, {"target": 3, "loss_fn": max, "clip_grad_norm": 0.5})),
     ],
@@ -42,7 +44,7 @@ def test_a_module_by_name(factory: str, monkeypatch: pytest.MonkeyPatch) -> None
         ("no_such_file.py:f", False, "there is no file"),
         ("json:nothing", False, "json has no function 'nothing'"),
         ("FILE:number", False, "has no function 'number'"),
-        ("FILE:wrong", False, "gave function, not (model, args)"),
+        ("FILE:wrong", False, "gave function, not (model, x)"),
         ("FILE:two", True, "gave tuple, which does not say how to train"),
         ("FILE:trained", False, "gave dict of model, args, kwargs, target, loss_fn, clip_grad_norm, training, not"),
         ("FILE:misspelt", True, "gave dict of model, args, loss, which does not say how to train"),
