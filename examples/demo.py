@@ -39,7 +39,7 @@ def main() -> int:
     console.print("[bold]2. An NVIDIA H200:[/] GoogLeNet, recorded there and opened here.")
     show(load(RECORDED), "report-h200.html", console)
     console.print()
-    console.print("Open both pages in a browser; each is one file. Next, with a model of yours:")
+    console.print("Open both pages in a browser. Next, yours; a factory is a function that returns (model, x):")
     for command in ("compare yours.py:factory --html yours.html", "profile --html train.html train.py", "doctor"):
         console.print(f"   python -m nimble_viz {command}", highlight=False, soft_wrap=True)
     return 0 if report.complete else 1
