@@ -17,14 +17,14 @@ def test_peers_win_lose_tie_differ_or_are_absent():
     quick = summarize("compile", [0.8 * ours] * 48)
     report = replace(report, measurements=(*(one for one in report.measurements if one.name != "compile"), quick))
     rows = {row["name"]: row for row in peers(report, report.chosen)}
-    assert list(rows) == ["compile", "compile:reduce-overhead", "torchscript", "cuda-graph", "tensorrt"]
+    assert list(rows) == ["compile", "compile:reduce-overhead", "eager-tuned", "cuda-graph", "tensorrt"]
     assert rows["compile"]["outcome"].startswith("ours is 1.25x slower than it (1.2")
     assert rows["compile:reduce-overhead"]["outcome"].startswith("ours is 1.60x faster than it (1.5")
     assert "its time does not count" in rows["cuda-graph"]["outcome"]
     assert rows["cuda-graph"]["ratio"] is None
     assert next(row["eager"] for row in summary(report)["speed"] if row["name"] == "cuda-graph") is None
     assert rows["tensorrt"]["outcome"].startswith("not installed")
-    assert (rows["tensorrt"]["median"], rows["torchscript"]["prepare"]) == ("", "1.90 s")
+    assert (rows["tensorrt"]["median"], rows["eager-tuned"]["prepare"]) == ("", "1.90 s")
     assert "1.25x slower than compile (1.2" in verdict(report)
     even = replace(report, measurements=(*report.measurements[:-1], summarize("compile", [1.005 * ours] * 48)))
     assert peers(even, report.chosen)[0]["outcome"].startswith("ours: no difference from it (1.0")
