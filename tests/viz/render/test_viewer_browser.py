@@ -114,7 +114,7 @@ def test_the_summary_shows_what_was_tried_emitted_held_and_worth_it(opened):
 @pytest.mark.slow
 def test_a_plan_and_an_old_file_show_only_what_they_know(opened):
     for report, missing in (
-        (plan_report(), ("Same outputs", "Memory", "Kernels in flight", "Fork", "not read")),
+        (plan_report(), ("Equality with eager", "Memory", "Kernels in flight", "Fork", "not read")),
         (old_report(), ("Plans that were tried", "Fork", "Saved by reuse")),
     ):
         shown = opened(page(report))
@@ -143,7 +143,7 @@ def test_a_profile_shows_its_bound_and_says_what_it_has_not(opened):
         "Not in this report",
     ):
         assert part in text
-    for part in ("Preparation", "Same outputs as eager?", "Over eager", "Plans and synchronisations"):
+    for part in ("Preparation", "Equality with eager", "Over eager", "Streams and synchronisations"):
         assert part not in text
     shown.page.click("#nv-tab-overhead")
     overhead = shown.page.inner_text("#nv-pane-overhead")
@@ -251,7 +251,7 @@ def test_the_tip_of_a_fused_call_says_what_it_stands_for(opened):
 def test_peers_payback_distance_and_provenance_are_on_the_summary(opened):
     text = opened(page(fused_report())).page.inner_text("#nv-pane-summary")
     for part in (
-        "Against peers",
+        "against peers",
         "ours: no difference from it (1.00x to 1.01x)",
         "its time does not count",
         "not installed: no module named 'tensorrt'",
