@@ -9,7 +9,7 @@ from nimble_core.ir.candidates import EqualityCheck
 from nimble_core.ir.costs import limit_ns
 from nimble_core.ir.measurement import Ratio
 from nimble_core.ir.schedule import Schedule
-from nimble_core.utils.units import format_count, format_ns, format_percent, format_ratio
+from nimble_core.utils.units import format_count, format_ns, format_percent
 from nimble_viz.analysis.advice import advice_data, best_run
 from nimble_viz.analysis.candidates import candidates
 from nimble_viz.analysis.compared import beaten, over_one_stream, over_peer
@@ -17,7 +17,6 @@ from nimble_viz.analysis.concurrency import graph_width, observed
 from nimble_viz.analysis.disturbance import disturbances, why_undecided
 from nimble_viz.analysis.labels import (
     INTERVAL,
-    about,
     context,
     error_text,
     label_run,
@@ -25,7 +24,7 @@ from nimble_viz.analysis.labels import (
     plural,
     ratio_sentence,
 )
-from nimble_viz.analysis.limit import distance, distance_doubt, limit
+from nimble_viz.analysis.limit import distance_text
 from nimble_viz.analysis.live_memory import memory
 from nimble_viz.analysis.overhead import computing
 from nimble_viz.analysis.phases import phases, profiled
@@ -49,14 +48,11 @@ def summary(report: ReportData) -> dict[str, Any]:
         "context": context(report),
         "host": report.environment.device != "cuda",
         "complete": report.complete,
-        "planned": planned(report),
         "profiled": profiled(report),
         "computing": _computing(report),
-        "chosen": report.chosen,
         "speed": _speed(report),
         "peers": peers(report, best),
         "phases": phases(report),
-        "limit": limit(report, best) if best else None,
         "advice": advice_data(report),
         "provenance": provenance(report),
         "checks": _checks(report),
@@ -231,13 +227,8 @@ def _facts(report: ReportData) -> list[tuple[str, str]]:
         bound = limit_ns(report.costs, report.critical_path_ns)
         by = "SM time of all calls over SMs" if bound > report.critical_path_ns else "the critical path"
         facts.insert(6, ("Limit: the longer of critical path and shared work", f"{format_ns(bound)}, {by}"))
-    far = {one.name: distance(report, one.name) for one in report.measurements}
-    reached = [
-        f"{label_run(report, name)} {about(format_ratio(ratio), distance_doubt(report, name))}"
-        for name, ratio in far.items()
-        if ratio is not None
-    ]
-    if reached:
+    far = {label_run(report, one.name): distance_text(report, one.name) for one in report.measurements}
+    if reached := [f"{label} {text}" for label, text in far.items() if text]:
         facts.append(("Distance to the limit", ", ".join(reached)))
     origin = provenance(report)
     return facts[:1] + (origin or []) + facts[1:]
