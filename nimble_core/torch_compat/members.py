@@ -23,7 +23,6 @@ __all__ = [
     "FREE_WEAK_STORAGE",
     "PROFILER_RUNS",
     "TENSOR_TEXT",
-    "TRACER_WARNING",
     "VERSION",
     "AnyDropout",
     "AnyNorm",
@@ -52,7 +51,6 @@ PROFILER_RUNS = private(
 )
 TENSOR_TEXT = private("torch._tensor_str:_str", "count what printing a tensor reads as one")
 DATA_LOADER = private("torch.utils.data.dataloader:_BaseDataLoaderIter", "time the wait for a data loader")
-TRACER_WARNING = private("torch.jit._trace:TracerWarning", "keep torch.jit.trace's warnings from users")
 CAPTURABLE_DEVICES = "_get_capturable_supported_devices"
 """What torch's optimizers ask; replaced in each module of theirs while one steps on the host."""
 private(

@@ -22,6 +22,7 @@ from nimble_viz.analysis.labels import (
 )
 from nimble_viz.analysis.limit import Breakdown, breakdown
 from nimble_viz.analysis.provenance import is_layout_copy
+from nimble_viz.analysis.tables import BAR, bar, cell, number, row, table, words
 from nimble_viz.analysis.work import CallWork, call_work
 from nimble_viz.report.data import EAGER_ALONE, ReportData
 
@@ -126,15 +127,24 @@ def advice(report: ReportData) -> Advice:
 
 
 def advice_data(report: ReportData) -> dict[str, Any] | None:
-    """Return ``advice`` as plain data; None where there is nothing to say."""
+    """Return ``advice`` as plain data: ``changes``, and what the replay's time is made of; None of nothing to say."""
     found = advice(report)
-    if not (found.replay or found.changes):
-        return None
     split = found.replay
+    if not (split or found.changes):
+        return None
+    parts = share_rows(split.rows) if split else []
+    total = sum(part["ns"] for part in parts) or 1.0
+    name = label_run(report, split.run) if split else ""
+    rows = [
+        row(cell(part["name"], part["meaning"]), bar(part["ns"] / total), part["text"], part["share"]) for part in parts
+    ]
     return {
         "changes": [{"what": one.what, "gain": one.gain, "why": one.why} for one in found.changes],
-        "replay": split and {"run": label_run(report, split.run), "rows": share_rows(split.rows), "note": split.note},
-    }
+        "replay": table(
+            name, [words(name), BAR, number("Time"), number("Share")], rows,
+            below=[split.note] if split else (),
+        ),
+    }  # fmt: skip
 
 
 def _watched(report: ReportData, run: str) -> Breakdown | None:

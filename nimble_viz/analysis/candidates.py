@@ -6,19 +6,20 @@ from math import ceil
 from typing import Any
 
 from nimble_core.ir.candidates import Candidate
-from nimble_core.ir.measurement import Measurement, Ratio, across, quantile, ratio
+from nimble_core.ir.measurement import Measurement, Ratio, across, ratio
 from nimble_core.utils.units import format_bytes, format_ns
-from nimble_viz.analysis.labels import error_text, label_plan, plural, ratio_cell, ratio_words
+from nimble_viz.analysis.labels import error_text, label_plan, plural, ratio_words
+from nimble_viz.analysis.tables import cell, number, ratio_cell, row, table, words
 from nimble_viz.report.data import ReportData
 
 __all__ = ["candidates"]
 
 
 def candidates(report: ReportData) -> dict[str, Any] | None:
-    """Return the chosen plan, the others by median, and a line for each reason why some were not captured (``folded``).
+    """Describe a table of the chosen plan, then the others by median, and say why some were not captured.
 
-    ``single`` is the one-stream replay that the others are compared with, of eager's kernels if that was measured. None
-    where there was no choice.
+    All are compared with the one-stream replay, of eager's kernels if that was measured. None where there was no
+    choice.
     """
     found = report.candidates
     if len(found) < 2:
@@ -26,14 +27,22 @@ def candidates(report: ReportData) -> dict[str, Any] | None:
     tried = sorted((one for one in found if not _never_captured(one)), key=_rank)
     rest = sorted((one for one in found if _never_captured(one)), key=lambda one: one.simulated_ns)
     single = _single(report)
-    return {
-        "fused": any(one.fuse != "none" for one in found),
-        "single": label_plan(single.name) if single else "",
-        "rows": [_row(report, one, single) for one in tried],
-        "folded": [
+    fused = any(one.fuse != "none" for one in found)
+    over = "Over eager's one stream" if fused and single and single.fuse == "none" else "Over one stream"
+    return table(
+        "Plans that were tried",
+        [
+            words("Plan"), number("Median"), number(over, page=True), number("Prepared in"), number("Break-even"),
+            number("Simulated", page=True), number("Memory", page=True),
+            words("Outputs", page=True), words("Outcome"),
+        ],
+        [_row(report, one, single) for one in tried],
+        about="Captured while preparing, compared with eager, and timed in turn. Prepared in: making the kernels and "
+        "capturing; break-even: after so many calls, against eager. A plan whose outputs differ cannot be chosen.",
+        below=[
             _folded([one for one in rest if one.note == note]) for note in dict.fromkeys(one.note for one in rest)
         ],
-    }
+    )  # fmt: skip
 
 
 def _single(report: ReportData) -> Candidate | None:
@@ -57,27 +66,21 @@ def _row(report: ReportData, one: Candidate, single: Candidate | None) -> dict[s
     wrong = check is not None and check.differs
     base = single.measurement if single and single.name != one.name and not wrong else None
     cost_s = one.fuse_s + one.capture_s
-    over = ratio(taken, base) if taken and base else None
-    return {
-        "name": one.name,
-        "label": label_plan(one.name),
-        "streams": one.streams,
-        "syncs": one.syncs,
-        "median": format_ns(taken.median_ns) if taken else "",
-        "quartiles": _quartiles(taken) if taken else "",
-        "stable": taken is None or taken.stable,
-        "single": ratio_cell(report, over),
-        "simulated": format_ns(one.simulated_ns) if one.simulated_ns else "",
-        "memory": format_bytes(one.nbytes) if one.nbytes else "",
-        "cost": format_ns(cost_s * 1e9) if cost_s else "",
-        "pays": "" if wrong else _pays(_over_eager(report, one), cost_s, report.measurement("eager")),
-        "outputs": "not compared" if check is None else "DIFFER" if wrong else "equal" if check.passed else "not shown",
-        "error": error_text(check.error) if check else "",
-        "wrong": wrong,
-        "equal": check is not None and check.passed,
-        "chosen": one.chosen,
-        "outcome": _outcome(report, one),
-    }
+    size = f"{plural(one.streams, 'stream')}, {plural(one.syncs, 'sync')}" if one.streams else ""
+    tags = [("chosen", "good")] * one.chosen + [("unstable", "bad")] * (taken is not None and not taken.stable)
+    outputs = "not compared" if check is None else "differ" if wrong else "equal" if check.passed else "not shown"
+    return row(
+        cell(label_plan(one.name), size, tags=tags + [("outputs differ", "bad")] * wrong),
+        format_ns(taken.median_ns) if taken else "",
+        ratio_cell(ratio(taken, base) if taken and base else None),
+        format_ns(cost_s * 1e9) if cost_s else "",
+        "" if wrong else _pays(_over_eager(report, one), cost_s, report.measurement("eager")),
+        format_ns(one.simulated_ns) if one.simulated_ns else "",
+        format_bytes(one.nbytes) if one.nbytes else "",
+        cell(outputs, f"error {error_text(check.error)}" if check else "", "good" * (outputs == "equal")),
+        cell(_outcome(report, one), mark="bad" * wrong),
+        void=wrong,
+    )
 
 
 def _over_eager(report: ReportData, one: Candidate) -> Ratio | None:
@@ -88,20 +91,14 @@ def _over_eager(report: ReportData, one: Candidate) -> Ratio | None:
 
 
 def _pays(over: Ratio | None, cost_s: float, baseline: Measurement | None) -> str:
-    """Say when a plan breaks even: ``"after 1,234 calls"``, ``"never"``, …; empty where either was not measured."""
+    """Say when a plan breaks even: ``"1,234 calls"``, ``"never"``, …; empty where either was not measured."""
     if over is None or baseline is None:
         return ""
     if over.verdict != "faster":
         return "never" if over.decided else "undecided"
     gain_ns = baseline.median_ns * (1 - 1 / over.value)
     calls = ceil(max(cost_s, 0.0) * 1e9 / gain_ns)
-    return f"after {plural(calls, 'call')}" if calls else "at once"
-
-
-def _quartiles(taken: Measurement) -> str:
-    if not taken.samples_ns:
-        return ""
-    return " to ".join(format_ns(quantile(taken.samples_ns, q)) for q in (0.25, 0.75))
+    return plural(calls, "call") if calls else "at once"
 
 
 def _outcome(report: ReportData, one: Candidate) -> str:

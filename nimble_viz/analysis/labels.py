@@ -15,9 +15,9 @@ from nimble_viz.report.data import ReportData
 
 __all__ = [
     "INTERVAL", "about", "common_module", "context", "doubt_of", "error_text", "explained", "interval_text",
-    "label_call", "label_operators", "label_plan", "label_run", "one_stream", "planned", "plural", "ratio_cell",
-    "ratio_figures", "ratio_parts", "ratio_sentence", "ratio_words", "share_rows", "shortened", "source_of",
-    "spanned_modules", "split_plan", "trains", "visible",
+    "label_call", "label_operators", "label_plan", "label_run", "one_stream", "planned", "plural", "ratio_figures",
+    "ratio_parts", "ratio_sentence", "ratio_words", "share_rows", "shortened", "source_of", "spanned_modules",
+    "split_plan", "trains", "visible",
 ]  # fmt: skip
 
 _FEWEST = 5
@@ -286,19 +286,6 @@ def ratio_figures(ratio: Ratio) -> tuple[str, str]:
 def interval_text(low: float, high: float) -> str:
     """Format an interval of ratios: ``"[1.76, 1.85]"``."""
     return f"[{low:.2f}, {high:.2f}]" if low > 0 and math.isfinite(high) else "too few samples"
-
-
-def ratio_cell(report: ReportData, ratio: Ratio | None) -> dict[str, Any] | None:
-    """Return ``verdict``, ``text``, ``interval`` (``ratio_figures``) and ``full``, what it is of; None of None."""
-    if ratio is None:
-        return None
-    text, interval = ratio_figures(ratio)
-    return {
-        "verdict": ratio.verdict,
-        "text": text,
-        "interval": interval,
-        "full": f"{label_run(report, ratio.name)} over {label_run(report, ratio.baseline)}, {context(report)}",
-    }
 
 
 def share_rows(parts: Iterable[tuple[str, float, str]]) -> list[dict[str, Any]]:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 from nimble_core.ir.call_graph import CallGraph, predecessors
 from nimble_core.ir.costs import Costs, limit_ns
 from nimble_core.ir.schedule import Schedule, stream_neighbours
 from nimble_core.ir.timeline import Timeline
-from nimble_core.utils.units import format_ns, format_ratio
+from nimble_core.utils.units import format_ratio
 from nimble_viz.analysis.labels import about, doubt_of
 from nimble_viz.report.data import ReportData
 
-__all__ = ["Breakdown", "breakdown", "chain_that_ran", "distance", "distance_doubt", "ends", "limit"]
+__all__ = ["Breakdown", "breakdown", "chain_that_ran", "distance", "distance_doubt", "distance_text", "ends"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +64,10 @@ def distance_doubt(report: ReportData, run: str) -> float:
     return doubt_of(report.measurement(run)) + vary / (bound or 1.0)
 
 
-def limit(report: ReportData, run: str) -> dict[str, Any] | None:
-    """Return the limit of ``run`` and its distance from it; None if unknown."""
+def distance_text(report: ReportData, run: str) -> str:
+    """Write ``distance`` with its doubt, as ``"1.50x ± 4%"``; empty if unknown."""
     far = distance(report, run)
-    if far is None:
-        return None
-    bound = limit_ns(report.costs, report.critical_path_ns)
-    return {
-        "ns": bound,
-        "text": format_ns(bound),
-        "bound": "SM time of all calls over SMs" if bound > report.critical_path_ns else "critical path",
-        "over": about(format_ratio(far), distance_doubt(report, run)),
-    }
+    return "" if far is None else about(format_ratio(far), distance_doubt(report, run))
 
 
 def breakdown(

@@ -13,6 +13,7 @@ from nimble_core.ir.program import Program, Storage
 from nimble_core.utils.units import format_bytes, format_percent, format_ratio
 from nimble_viz.analysis.labels import label_call, label_run, trains
 from nimble_viz.analysis.provenance import modules_of
+from nimble_viz.analysis.tables import cell, number, row, table, words
 from nimble_viz.report.data import ReportData
 
 __all__ = ["HOLDERS", "live_bytes", "live_memory", "memory"]
@@ -182,7 +183,7 @@ def _kind(storage: Storage, parameters: Set[str]) -> str:
 
 
 def memory(report: ReportData) -> dict[str, Any] | None:
-    """Return ``facts`` (pairs) and ``engines`` (a row each where memory was planned); None if nothing is known.
+    """Return ``facts`` (pairs) and ``engines`` (a table where memory was planned); None if nothing is known.
 
     Eager's peak is what one run allocates at most beside what is there before it: model, inputs, optimizer state. An
     engine holds as much for as long as it lives, with inputs of its own; of a training step both hold gradients as
@@ -203,19 +204,29 @@ def memory(report: ReportData) -> dict[str, Any] | None:
     for name in dict.fromkeys([*held, *planned]) if planned else ():
         plan = planned.get(name)
         rows.append(
-            {
-                "label": label_run(report, name),
-                "chosen": name == report.chosen,
-                "arena": format_bytes(plan.arena) if plan else "",
-                "unshared": format_bytes(plan.unshared) if plan else "",
-                "saved": _saved(plan.saved, plan.unshared) if plan else "",
-                "workspaces": format_bytes(plan.workspaces) if plan else "",
-                "held": format_bytes(held[name]) if held.get(name) else "",
-                "against": format_ratio(held.get(name, 0) / peak) if peak and held.get(name) else "",
-            }
+            row(
+                cell(label_run(report, name), tags=[("chosen", "good")] * (name == report.chosen)),
+                format_bytes(plan.arena) if plan else "",
+                format_bytes(plan.unshared) if plan else "",
+                _saved(plan.saved, plan.unshared) if plan else "",
+                format_bytes(plan.workspaces) if plan else "",
+                format_bytes(held[name]) if held.get(name) else "",
+                format_ratio(held.get(name, 0) / peak) if peak and held.get(name) else "",
+            )
         )
+    engines = table(
+        "Engines",
+        [
+            words("Engine"), number("Arena"), number("Without reuse", page=True), number("Saved by reuse"),
+            number("Workspaces"), number("Held"), number("Of eager's peak"),
+        ],
+        rows,
+        about="Arena: results of all calls and large workspaces of libraries, on all streams. Held: arena, input "
+        "buffers, and what was not planned."
+        + " Of eager's peak: what is held, as a multiple of it; an engine holds it between runs as well." * bool(peak),
+    )  # fmt: skip
     shown = [(name, format_bytes(nbytes)) for name, nbytes in facts if nbytes]
-    return {"facts": shown, "engines": rows} if shown or rows else None
+    return {"facts": shown, "engines": engines} if shown or engines else None
 
 
 def _saved(nbytes: int, of: int) -> str:

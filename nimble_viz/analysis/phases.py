@@ -8,9 +8,10 @@ from typing import Any
 
 from nimble_core.ir.program import Call
 from nimble_core.ir.timeline import Timeline
-from nimble_core.utils.units import format_ns, format_percent
+from nimble_core.utils.units import format_count, format_ns, format_percent
 from nimble_viz.analysis.intervals import covered
 from nimble_viz.analysis.labels import label_run, trains
+from nimble_viz.analysis.tables import BAR, bar, cell, number, row, table, words
 from nimble_viz.report.data import STAGES, Bound, ReportData, Stage
 
 __all__ = [
@@ -28,47 +29,54 @@ PHASES = STAGES
 
 
 def phases(report: ReportData) -> dict[str, Any] | None:
-    """Describe each phase; None where nothing was trained and no phases were seen.
+    """Describe a table with a row for each phase; None where nothing was trained and no phases were seen.
 
     A row has the phase's calls, their isolated cost, that of those on the critical path, what the phase takes in
-    profiled eager and how much of it is overhead, and for each replay (named in ``runs``) how long any of its calls
-    ran: phases may run side by side, so these may add up to more than the replay takes. Costs of a phase all of whose
-    calls are parts of fused calls of others are empty.
+    profiled eager and how much of it is overhead, and for each replay how long any of its calls ran: phases may run
+    side by side, so these may add up to more than the replay takes. Costs of a phase all of whose calls are parts of
+    fused calls of others are empty.
     """
     if not _phased(report):
         return None
-    calls, ns = report.program.calls, report.costs.ns
-    measured = report.costs.source != "uniform"
-    critical = frozenset(report.critical_path)
-    stages = _stages(report, calls)
+    calls, costs = report.program.calls, report.costs
+    measured, seen = costs.source != "uniform", report.sampling is not None
+    stages, critical = _stages(report, calls), frozenset(report.critical_path)
     profiled = {one.phase: one for one in report.overhead.phases} if report.overhead else {}
     lines = [line for line in report.timelines if line.run != "eager"]
     busy = [_busy(calls, line) for line in lines]
-    total = report.costs.total_ns
-    rows = []
+    rows, drawn = [], []
     for phase in PHASES:
         own = [call.index for call in calls if stages[call.index] == phase]
         eager = profiled.get(phase)
         if not own and eager is None:
             continue
-        cost = sum(ns[index] for index in own)
-        path = sum(ns[index] for index in own if index in critical)
+        cost = sum(costs.ns[index] for index in own) if measured else 0.0
+        path = sum(costs.ns[index] for index in own if index in critical)
         host = eager.host_ns if eager else 0.0
-        rows.append(
-            {
-                "phase": phase,
-                "calls": len(own),
-                "cost": format_ns(cost) if measured and own else "",
-                "cost_ns": cost if measured else 0.0,
-                "share": format_percent(cost / total) if measured and total and own else "",
-                "path": format_ns(path) if measured and own else "",
-                "eager": format_ns(host) if eager else "",
-                "eager_ns": host,
-                "overhead": format_percent(eager.overhead_ns / host) if eager and host else "",
-                "replays": [format_ns(times[phase]) if times[phase] else "" for times in busy],
-            }
-        )
-    return {"runs": [label_run(report, line.run) for line in lines], "rows": rows}
+        drawn.append(host if seen else cost)
+        share = format_percent(cost / costs.total_ns) if cost and costs.total_ns else ""
+        overhead = f"{format_percent(eager.overhead_ns / host)} overhead" if eager and host else ""
+        cells = [
+            format_count(len(own)),
+            cell(format_ns(cost), share) if measured and own and not seen else "",
+            format_ns(path) if measured and own and not seen else "",
+            cell(format_ns(host), overhead) if eager else "",
+            *(format_ns(times[phase]) if times[phase] else "" for times in busy),
+        ]
+        rows.append((phase, cells))
+    said = {
+        "Isolated: all calls of the phase, one by one; on the path: those on the critical path.": measured and not seen,
+        "Eager: host time under the profiler, with the share that is the framework's overhead.": bool(profiled),
+        "Replays: while any call of the phase ran; phases may run side by side.": bool(lines),
+    }
+    runs = [number(label_run(report, line.run)) for line in lines]
+    most = max(drawn, default=0.0) or 1.0
+    return table(
+        "One iteration by phase" if seen else "The training step by phase",
+        [words("Phase"), BAR, number("Calls"), number("Isolated"), number("On the path"), number("Eager"), *runs],
+        [row(name, bar(ns / most, name), *cells) for (name, cells), ns in zip(rows, drawn, strict=True)],
+        about=" ".join(text for text, shown in said.items() if shown),
+    )
 
 
 def span_phases(report: ReportData, line: Timeline) -> list[int]:

@@ -1,4 +1,4 @@
-"""The model's code, line by line: what its calls cost in eager, what they cost in the replay, and what waits there.
+"""The model's code, line by line: what its calls cost in eager and in the replay, and where the host waits.
 
 A call belongs to the line it was made on; one of the backward to the line whose forward made its node of autograd. A
 replayed call of several lines is shared out among them by their own GPU time in eager.
@@ -7,7 +7,7 @@ replayed call of several lines is shared out among them by their own GPU time in
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from nimble_core.ir.program import Call
@@ -33,9 +33,9 @@ def source(report: ReportData) -> dict[str, Any] | None:
     ``function`` (place in ``functions``), ``line``; for each of ``sides`` the number of ``calls``, their eager
     ``host`` time, the ``exposed`` part of its overhead, GPU time (``device``) and ``replay`` time (``"host_backward"``,
     …; forward ones without a suffix), whole nanoseconds; ``waits`` and ``wait`` (how often and how long the host waited
-    for the device there in eager), ``after`` and ``after_wait`` (likewise between it and the next call), ``planned``
-    (waits for another stream in the chosen plan before calls of the line). ``elsewhere`` is one such row for all that
-    has no line. ``totals`` add all up; ``figures`` are key, name and meaning of those that are known.
+    for the device there in eager), ``after`` and ``after_wait`` (likewise between it and the next call). ``elsewhere``
+    is one such row for all that has no line. ``totals`` add all up; ``figures`` are key, name and meaning of those that
+    are known.
     """
     calls = report.eager_calls
     if not any(origin.file for call in calls for origin in call.origins[:1]):
@@ -44,7 +44,7 @@ def source(report: ReportData) -> dict[str, Any] | None:
     rows = _line_sums(report, places)
     sides = _SIDES if any(call.phase == "backward" for call in calls) else _SIDES[:1]
     names = [name + ("_backward" if side == "backward" else "") for side in sides for name in _COLUMNS]
-    names += ["waits", "wait", "after", "after_wait", "planned"]
+    names += ["waits", "wait", "after", "after_wait"]
     elsewhere = rows.pop((-1, 0), None)
     known = _figures(report)
     heat = known[0][0] if known else "calls"
@@ -178,9 +178,9 @@ def _group(piece: SourceLines) -> str:
 
 def _line_sums(report: ReportData, places: _Places) -> dict[tuple[int, int], dict[str, float]]:
     """Sum what the calls of each line take, by ``(function, line)``; ``(-1, 0)`` is what has no line."""
-    calls, times = report.eager_calls, _times(report)
+    times = _times(report)
     rows: defaultdict[tuple[int, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for call in calls:
+    for call in report.eager_calls:
         row = rows[places.of_call(call)]
         side = "_backward" if call.phase == "backward" else ""
         row[f"calls{side}"] += 1
@@ -190,9 +190,6 @@ def _line_sums(report: ReportData, places: _Places) -> dict[tuple[int, int], dic
         row, after = rows[places.of_sync(sync)], sync.source.startswith(_AFTER)
         row["after" if after else "waits"] += sync.count
         row["after_wait" if after else "wait"] += sync.total_ns
-    for index in _awaiting(report):
-        if calls[index].origins:
-            rows[places.of_call(calls[index])]["planned"] += 1
     return rows
 
 
@@ -217,16 +214,6 @@ def _times(report: ReportData) -> dict[str, list[float]]:
         for index in own:
             found["replay"][index] += ns * (work[index] / total if total > 0 else 1 / len(own))
     return found
-
-
-def _awaiting(report: ReportData) -> Iterator[int]:
-    """Yield for each wait of the chosen plan an eager call that the waiting call stands for."""
-    plan = report.schedule(report.chosen)
-    for _, consumer in plan.syncs if plan else ():
-        if report.eager is None:
-            yield consumer
-        elif report.program.calls[consumer].eager:
-            yield report.program.calls[consumer].eager[0]
 
 
 def _figures(report: ReportData) -> list[tuple[str, str, str]]:

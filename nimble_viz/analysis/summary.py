@@ -7,30 +7,30 @@ from typing import Any
 
 from nimble_core.ir.candidates import EqualityCheck
 from nimble_core.ir.costs import limit_ns
-from nimble_core.ir.measurement import Measurement, Ratio
+from nimble_core.ir.measurement import Ratio
 from nimble_core.ir.schedule import Schedule
-from nimble_core.utils.units import format_count, format_ns, format_percent, format_ratio
+from nimble_core.utils.units import format_count, format_ns, format_percent
 from nimble_viz.analysis.advice import advice_data, best_run
 from nimble_viz.analysis.candidates import candidates
 from nimble_viz.analysis.compared import beaten, over_one_stream, over_peer
 from nimble_viz.analysis.concurrency import graph_width, observed
 from nimble_viz.analysis.disturbance import disturbances, why_undecided
 from nimble_viz.analysis.labels import (
-    about,
+    INTERVAL,
     context,
     error_text,
     label_run,
     planned,
     plural,
-    ratio_cell,
     ratio_sentence,
 )
-from nimble_viz.analysis.limit import distance, distance_doubt, limit
+from nimble_viz.analysis.limit import distance_text
 from nimble_viz.analysis.live_memory import memory
 from nimble_viz.analysis.overhead import computing
 from nimble_viz.analysis.phases import phases, profiled
 from nimble_viz.analysis.provenance import provenance
-from nimble_viz.analysis.syncs import promise
+from nimble_viz.analysis.syncs import COUNTS, promise
+from nimble_viz.analysis.tables import BAR, Cell, bar, cell, number, ratio_cell, row, table, words
 from nimble_viz.analysis.tiles import tiles
 from nimble_viz.report.data import EAGER_ALONE, PeerResult, ReportData
 
@@ -48,38 +48,18 @@ def summary(report: ReportData) -> dict[str, Any]:
         "context": context(report),
         "host": report.environment.device != "cuda",
         "complete": report.complete,
-        "planned": planned(report),
         "profiled": profiled(report),
         "computing": _computing(report),
-        "chosen": report.chosen,
-        "speed": [_speed(report, taken) for taken in report.measurements],
+        "speed": _speed(report),
         "peers": peers(report, best),
         "phases": phases(report),
-        "best": label_run(report, best) if best else "",
-        "limit": limit(report, best) if best else None,
         "advice": advice_data(report),
         "provenance": provenance(report),
-        "checks": [
-            {
-                "run": label_run(report, check.name),
-                "error": error_text(check.error),
-                "tolerance": error_text(check.tolerance),
-                "effect": error_text(check.input_effect),
-                "passed": check.passed,
-                "differs": check.differs,
-                "reason": check.reason,
-                "reference": _reference(check),
-            }
-            for check in report.checks
-        ],
-        "preparation": [
-            {"name": step.name, "ns": step.seconds * 1e9, "text": format_ns(step.seconds * 1e9)}
-            for step in report.preparation
-        ],
-        "preparation_total": format_ns(sum(step.seconds for step in report.preparation) * 1e9),
+        "checks": _checks(report),
+        "preparation": _preparation(report),
         "candidates": candidates(report),
         "plans": [_plan(report, plan) for plan in report.schedules],
-        "width": graph_width(report.graph)[1],
+        "synchronisations": _synchronisations(report),
         "facts": _facts(report),
         "environment": _environment(report),
         "memory": memory(report),
@@ -87,28 +67,50 @@ def summary(report: ReportData) -> dict[str, Any]:
     }
 
 
-def _computing(report: ReportData) -> dict[str, Any] | None:
-    """Tables of what computes longest in a profile, by operator and by module; None of other reports."""
+def _computing(report: ReportData) -> list[dict[str, Any]]:
+    """Describe tables of what computes longest in a profile, by operator and by module; none of other reports."""
     if report.sampling is None or report.overhead is None:
-        return None
+        return []
+    time = "GPU time" if report.environment.device == "cuda" else "Computing"
+    columns = [BAR, number("Calls"), number(time), number("Share"), number("Host overhead"), words("Longest reads")]
     tables = []
-    for by, rows in (("operator", computing(report, "operator")), ("module", computing(report, "module"))):
-        shown = [
-            {
-                "name": row["name"],
-                "calls": row["calls"],
-                "ns": row["work"],
-                "time": format_ns(row["work"]),
-                "share": format_percent(row["share"]),
-                "overhead": format_ns(row["overhead"]),
-                "sizes": row["sizes"],
-            }
-            for row in rows[:_COMPUTING]
-        ]
-        more, ns = len(rows) - _COMPUTING, sum(row["work"] for row in rows[_COMPUTING:])
-        rest = f"and {plural(more, by)} more, {format_ns(ns)} together" if more > 0 else ""
-        tables.append({"by": by, "rows": shown, "rest": rest})
-    return {"time": "GPU time" if report.environment.device == "cuda" else "computing", "tables": tables}
+    for by, found in (("operator", computing(report, "operator")), ("module", computing(report, "module"))):
+        most = max((one["work"] for one in found), default=0.0) or 1.0
+        rows = [
+            row(
+                one["name"], bar(one["work"] / most), format_count(one["calls"]), format_ns(one["work"]),
+                format_percent(one["share"]), format_ns(one["overhead"]), one["sizes"],
+            )
+            for one in found[:_COMPUTING]
+        ]  # fmt: skip
+        more, ns = len(found) - _COMPUTING, sum(one["work"] for one in found[_COMPUTING:])
+        rest = [f"and {plural(more, by)} more, {format_ns(ns)} together"] * (more > 0)
+        tables.append(table("What computes", [words(by.capitalize()), *columns], rows, below=rest))
+    return [one for one in tables if one]
+
+
+def _checks(report: ReportData) -> dict[str, Any] | None:
+    rows = []
+    for check in report.checks:
+        said = "equal" if check.passed else "DIFFERS" if check.differs else "NOT SHOWN"
+        errors = map(error_text, (check.error, check.tolerance, check.input_effect))
+        verdict = cell(said, check.reason, "good" if check.passed else "bad")
+        rows.append(row(label_run(report, check.name), verdict, *errors))
+    return table(
+        "Equality with eager, on fresh inputs",
+        [words("Replay"), words("Verdict"), number("Error"), number("Tolerance"), number("Sensitivity")],
+        rows,
+        about="Error: the worst relative one over the outputs. Sensitivity: how far eager's own outputs differ between "
+        "two inputs.",
+        below=[f"{label_run(report, one.name)}: {_reference(one)}" for one in report.checks if _reference(one)],
+    )
+
+
+def _preparation(report: ReportData) -> dict[str, Any] | None:
+    most = max((step.seconds for step in report.preparation), default=0.0) or 1.0
+    total = format_ns(sum(step.seconds for step in report.preparation) * 1e9)
+    rows = [row(step.name, bar(step.seconds / most), format_ns(step.seconds * 1e9)) for step in report.preparation]
+    return table(f"Preparation ({total})", [words("Step"), BAR, number("Time")], rows)
 
 
 def _reference(check: EqualityCheck) -> str:
@@ -121,47 +123,89 @@ def _reference(check: EqualityCheck) -> str:
     )
 
 
-def _speed(report: ReportData, taken: Measurement) -> dict[str, Any]:
-    peer = next((one for one in report.peers if one.name == taken.name), None)
-    wrong = peer is not None and peer.check is not None and peer.check.differs
-    compared = taken.name != "eager" and bool(report.program.calls)
-    single = over_one_stream(report, taken.name) if compared and not peer and taken.name != EAGER_ALONE else None
-    far = distance(report, taken.name)
-    return {
-        "name": taken.name,
-        "label": label_run(report, taken.name),
-        "chosen": taken.name == report.chosen,
-        "median_ns": taken.median_ns,
-        "median": format_ns(taken.median_ns),
-        "spread": format_percent(taken.spread),
-        "drift": f"{taken.drift:+.1%}",
-        "samples": len(taken.samples_ns),
-        "dropped": taken.dropped,
-        "warmup": taken.warmup,
-        "stable": taken.stable,
-        "warnings": list(taken.warnings),
-        "eager": ratio_cell(report, report.ratio(taken.name)) if compared and not wrong else None,
-        "single": ratio_cell(report, single),
-        "distance": "" if far is None else about(format_ratio(far), distance_doubt(report, taken.name)),
-        "peer": peer is not None,
-        "wrong": wrong,
-    }
+def _speed(report: ReportData) -> dict[str, Any] | None:
+    if report.sampling is not None:
+        return None
+    slowest = max((taken.median_ns for taken in report.measurements), default=0.0) or 1.0
+    peers = {one.name: one for one in report.peers}
+    rows = []
+    for taken in report.measurements:
+        peer = peers.get(taken.name)
+        wrong = peer is not None and peer.check is not None and peer.check.differs
+        compared = taken.name != "eager" and bool(report.program.calls)
+        alone = compared and peer is None and taken.name != EAGER_ALONE
+        tags = [("chosen", "good")] * (taken.name == report.chosen) + [("peer", "")] * (peer is not None)
+        tags += [("outputs differ", "bad")] * wrong + [("unstable", "bad")] * (not taken.stable)
+        kept = len(taken.samples_ns)
+        samples = f"{format_count(kept)} of " * (taken.dropped > 0) + plural(kept + taken.dropped, "sample")
+        spread = f"spread {format_percent(taken.spread)}, {samples}"
+        rows.append(
+            row(
+                cell(label_run(report, taken.name), spread, tags=tags),
+                bar(taken.median_ns / slowest, "remainder" if peer else ""),
+                format_ns(taken.median_ns),
+                ratio_cell(report.ratio(taken.name) if compared and not wrong else None),
+                ratio_cell(over_one_stream(report, taken.name) if alone else None),
+                void=wrong,
+            )
+        )
+    warmup = report.measurements[0].warmup if report.measurements else 0
+    dropped = any(taken.dropped for taken in report.measurements)
+    return table(
+        f"Speed ({context(report)})",
+        [
+            words("Run"), BAR, number("Median"), number("Over eager"), number("Over one stream"),
+        ],
+        rows,
+        about=f"Medians of samples taken in turn, after {warmup} warm-up calls; {INTERVAL}. Over one stream: over a "
+        "replay of the same kernels on one stream."
+        + " Samples that other programs interrupted more than usual are dropped." * dropped,
+    )  # fmt: skip
 
 
 def _plan(report: ReportData, plan: Schedule) -> dict[str, Any]:
-    promises = ["independent calls never share a stream"] * plan.maximum_concurrency
-    promises += ["fewest synchronisations"] * plan.minimum_syncs
     return {
         "policy": plan.policy,
         "label": label_run(report, plan.policy),
-        "chosen": plan.policy == report.chosen,
         "streams": plan.streams,
         **asdict(plan.counts),
         "promise": promise(plan),
-        "observed": observed(report, plan.policy),
-        "added_order": len(plan.added_order),
-        "promises": "; ".join(promises) or "none",
     }
+
+
+def _synchronisations(report: ReportData) -> dict[str, Any] | None:
+    rows, below = [], list[Cell]()
+    unread = "" if planned(report) else "not read"
+    for plan in report.schedules:
+        label, seen, told = label_run(report, plan.policy), observed(report, plan.policy), promise(plan)
+        counts = [getattr(plan.counts, key) for key, _, _ in COUNTS]
+        doubt = [("unreliable", "bad")] * bool(seen and not seen["reliable"])
+        rows.append(
+            row(
+                cell(label, tags=[("chosen", "good")] * (plan.policy == report.chosen)),
+                format_count(plan.streams),
+                cell(f"{seen['most']} at most", f"{seen['mean']} on average", tags=doubt) if seen else "",
+                *(unread if found is None else format_count(found) for found in counts),
+            )
+        )
+        if told and (plan.streams > 1 or not told["kept"]):
+            below.append(cell(f"{label}: {told['text']}", mark="" if told["kept"] else "bad"))
+        if plan.added_order:
+            below.append(f"{label}: {format_count(len(plan.added_order))} pairs of calls got an added ordering")
+        promises = ["independent calls never share a stream"] * plan.maximum_concurrency
+        promises += ["fewest synchronisations"] * plan.minimum_syncs
+        if promises:
+            below.append(f"{label} promises: {'; '.join(promises)}")
+    flight = f"{'Kernels' if report.environment.device == 'cuda' else 'Calls'} in flight"
+    return table(
+        "Streams and synchronisations",
+        [words("Plan"), number("Streams"), number(flight), *(number(name) for _, name, _ in COUNTS)],
+        rows,
+        about=f"Width of the DAG: {graph_width(report.graph)[1]}. So many calls at most need not wait for each other; "
+        "no schedule has more calls in flight. Waits between streams are counted on the full DAG, on its MEG, in the "
+        "plan, and in the graph.",
+        below=below,
+    )
 
 
 def _facts(report: ReportData) -> list[tuple[str, str]]:
@@ -183,6 +227,9 @@ def _facts(report: ReportData) -> list[tuple[str, str]]:
         bound = limit_ns(report.costs, report.critical_path_ns)
         by = "SM time of all calls over SMs" if bound > report.critical_path_ns else "the critical path"
         facts.insert(6, ("Limit: the longer of critical path and shared work", f"{format_ns(bound)}, {by}"))
+    far = {label_run(report, one.name): distance_text(report, one.name) for one in report.measurements}
+    if reached := [f"{label} {text}" for label, text in far.items() if text]:
+        facts.append(("Distance to the limit", ", ".join(reached)))
     origin = provenance(report)
     return facts[:1] + (origin or []) + facts[1:]
 
@@ -256,31 +303,39 @@ def _warnings(report: ReportData) -> list[str]:
 # Peers.
 
 
-def peers(report: ReportData, ours: str) -> list[dict[str, Any]]:
-    """Describe each peer: the fastest first, then those whose outputs differ, then absent ones."""
-    return sorted(
-        (_peer_row(report, peer, ours) for peer in report.peers), key=lambda row: (row["rank"], row["median_ns"])
+def peers(report: ReportData, ours: str) -> dict[str, Any] | None:
+    """Describe a table of peers: the fastest first, then those whose outputs differ, then absent ones."""
+
+    def rank(peer: PeerResult) -> tuple[int, float]:
+        taken = report.measurement(peer.name)
+        return (2, 0.0) if taken is None else (int(_wrong(peer)), taken.median_ns)
+
+    return table(
+        f"{label_run(report, ours) if ours else 'Nothing of ours'} against peers",
+        [words("Peer"), number("Median"), number("Prepared in"), words("Outcome")],
+        [_peer_row(report, peer, ours) for peer in sorted(report.peers, key=rank)],
+        about="Other ways to run the model, timed in turn with ours; in brackets the 99.5% interval, which alone "
+        "decides. Prepared in: from the model to its first finished result.",
     )
 
 
+def _wrong(peer: PeerResult) -> bool:
+    return peer.check is not None and peer.check.differs
+
+
 def _peer_row(report: ReportData, peer: PeerResult, ours: str) -> dict[str, Any]:
-    taken = report.measurement(peer.name)
-    wrong = peer.check is not None and peer.check.differs
+    taken, wrong = report.measurement(peer.name), _wrong(peer)
     over = report.ratio(ours, peer.name) if taken and ours else None
-    return {
-        "name": peer.name,
-        "median": format_ns(taken.median_ns) if taken else "",
-        "median_ns": taken.median_ns if taken else 0.0,
-        "stable": taken is None or taken.stable,
-        "ratio": None if wrong else ratio_cell(report, over),
-        "prepare": format_ns(peer.prepare_s * 1e9) if peer.prepare_s else "",
-        "outputs": _outputs(peer),
-        "equal": peer.check is not None and peer.check.passed,
-        "wrong": wrong,
-        "outcome": _outcome(peer, over, measured=taken is not None),
-        "note": peer.note,
-        "rank": 2 if taken is None else int(wrong),
-    }
+    outcome = _outcome(peer, over, measured=taken is not None)
+    mark = {"slower": "bad", "undecided": "open"}.get(over.verdict, "") if over and not wrong else ""
+    notes = [f"outputs {_outputs(peer)}"] * (taken is not None) + [peer.note] * (peer.note not in ("", outcome))
+    return row(
+        cell(peer.name, tags=[("unstable", "bad")] * (taken is not None and not taken.stable)),
+        format_ns(taken.median_ns) if taken else "",
+        format_ns(peer.prepare_s * 1e9) if peer.prepare_s else "",
+        cell(outcome, "; ".join(notes), "bad" if wrong else mark),
+        void=wrong,
+    )
 
 
 def _outputs(peer: PeerResult) -> str:
@@ -293,7 +348,7 @@ def _outputs(peer: PeerResult) -> str:
 def _outcome(peer: PeerResult, over: Ratio | None, *, measured: bool) -> str:
     if not measured:
         return peer.note or "not measured"
-    if peer.check is not None and peer.check.differs:
+    if _wrong(peer):
         return "its outputs differ from eager's: its time does not count"
     if over is None:
         return "nothing of ours to compare with"

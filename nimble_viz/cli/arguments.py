@@ -6,20 +6,18 @@ import argparse
 import ast
 import inspect
 import re
-import sys
 import typing
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import fields
 from keyword import iskeyword
 from typing import Any, NoReturn
 
 from nimble_core.scheduling.options import Options
-from nimble_core.scheduling.policies import POLICIES
 from nimble_core.utils.errors import InputError
 
 __all__ = [
-    "Expression", "Parser", "add_options", "argument_help", "comparing", "complete", "keywords", "option_values",
-    "profiling", "split",
+    "Expression", "Parser", "add_options", "argument_help", "comparing", "keywords", "option_values", "profiling",
+    "split",
 ]  # fmt: skip
 
 _BRACKETS = {")": "(", "]": "[", "}": "{"}
@@ -160,43 +158,6 @@ def _name(text: str) -> str:
     if not text.isidentifier() or iskeyword(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a name")
     return text
-
-
-def complete(parser: Parser, before: str) -> tuple[str, list[str]]:
-    """Return the end of ``before`` (from the magic's name to the cursor) that a completion replaces, and what may.
-
-    >>> complete(comparing(), " model x --fuse a")
-    ('a', ['auto'])
-    """
-    words = re.split(r"\s+", before)
-    word, last = words[-1], words[-2] if len(words) > 1 else ""
-    flags = {flag: action for action in parser._actions for flag in action.option_strings}
-    flag, equals, value = word.partition("=")
-    if equals and flag in flags:
-        return _beginning(_values(flags[flag]), value)
-    if last in flags and flags[last].nargs != 0:
-        return _beginning(_values(flags[last]), word)
-    return _beginning(flags, word) if word.startswith("-") else (word, [])
-
-
-def _beginning(values: Iterable[str], typed: str) -> tuple[str, list[str]]:
-    """Return the values that begin as typed; after a comma the next one begins."""
-    last = typed.rpartition(",")[2]
-    return last, [one for one in values if one.startswith(last)]
-
-
-def _values(action: argparse.Action) -> tuple[str, ...]:
-    if action.choices is not None:
-        return tuple(map(str, action.choices))
-    if action.dest == "policy":
-        return ("auto", *POLICIES)
-    if (
-        action.dest == "against" and "torch" in sys.modules
-    ):  # torch knows the modes, and completion should not import it
-        from nimble_viz.collect.peers import peer_names
-
-        return peer_names()
-    return ()
 
 
 # Flags of a dataclass.

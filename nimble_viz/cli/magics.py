@@ -18,7 +18,6 @@ from types import CodeType, TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import IPython
-from IPython.core.completer import SimpleCompletion, context_matcher
 from IPython.core.magic import needs_local_scope, no_var_expand
 
 import nimble_core
@@ -29,13 +28,12 @@ from nimble_core.utils.errors import InputError, NimbleError
 from nimble_core.utils.interrupts import interrupts_postponed
 from nimble_core.utils.units import format_percent
 from nimble_viz.analysis.tiles import verdict
-from nimble_viz.cli.arguments import Expression, comparing, complete, keywords, option_values, profiling, split
+from nimble_viz.cli.arguments import Expression, comparing, keywords, option_values, profiling, split
 from nimble_viz.collect.progress import default_progress
 from nimble_viz.collect.sampler import Counts
 from nimble_viz.report.data import ReportData
 
 if TYPE_CHECKING:
-    from IPython.core.completer import CompletionContext, SimpleMatcherResult
     from IPython.core.interactiveshell import InteractiveShell
 
     from nimble_viz.render.report import Report
@@ -43,8 +41,6 @@ if TYPE_CHECKING:
 __all__ = ["Calls", "compile_body", "load", "unload"]
 
 _NAME = "nimble"
-_LINE = re.compile(rf"\s*(?:[\w\s,.]+=\s*)?(%%?){_NAME}(\s.*)")
-_NAME_TYPED = re.compile(r"(?<![\w.])[^\W\d]\w*$")
 _TYPED = "<%nimble>"
 _COLLECT = "__nimble_inputs__"
 _FOLDERS = tuple(
@@ -57,12 +53,10 @@ _BETWEEN = tuple(
 
 
 def load(shell: InteractiveShell) -> None:
-    """Register the magics and their completion with ``shell``; doing it again changes nothing."""
+    """Register the magics with ``shell``; doing it again changes nothing."""
     unload(shell)
-    magic = _Magic(shell)
     register: Any = shell.register_magic_function  # its types take it for unbound
-    register(magic.nimble, "line_cell", _NAME)
-    shell.Completer.custom_matchers.append(magic.complete)
+    register(_Magic(shell).nimble, "line_cell", _NAME)
 
 
 def unload(shell: InteractiveShell) -> None:
@@ -70,8 +64,6 @@ def unload(shell: InteractiveShell) -> None:
     for kind in ("line", "cell"):
         shell.magics_manager.magics[kind].pop(_NAME, None)
     vars(shell.magics_manager.user_magics).pop(_NAME, None)
-    matchers = shell.Completer.custom_matchers
-    matchers[:] = [one for one in matchers if getattr(one, "matcher_identifier", "") != __name__]
 
 
 class _Magic:
@@ -116,29 +108,6 @@ class _Magic:
             if parsed.out and report is not None:
                 self.shell.push({parsed.out: report})
         return None if silent else report
-
-    @context_matcher(identifier=__name__)  # type: ignore[untyped-decorator]  # IPython's has no types
-    def complete(self, context: CompletionContext) -> SimpleMatcherResult:
-        """Offer flags and their values instead of all else, and the user's names beside what completes Python."""
-        typed = _LINE.match(context.line_with_cursor[: context.cursor_position])
-        if typed is None:
-            return {"completions": []}
-        fragment, found = complete(comparing() if typed[1] == "%" else profiling(), typed[2])
-        if found:
-            return {
-                "completions": [SimpleCompletion(one, type="param") for one in found],
-                "matched_fragment": fragment,
-                "suppress": True,
-                "ordered": True,
-            }
-        name = _NAME_TYPED.search(typed[2])
-        if name is None:
-            return {"completions": []}
-        names = [one for one in self.shell.user_ns if one.startswith(name[0]) and one not in self.shell.user_ns_hidden]
-        return {
-            "completions": [SimpleCompletion(one, type="instance") for one in sorted(names)],
-            "matched_fragment": name[0],
-        }
 
     def _compare(self, given: argparse.Namespace, namespace: dict[str, Any]) -> Report:
         from nimble_viz.collect.compare import compare

@@ -24,7 +24,6 @@ from nimble_core.torch_compat.compiler import (
     RESET_CODE,
 )
 from nimble_core.torch_compat.cuda import clear_cublas_workspaces
-from nimble_core.torch_compat.members import TRACER_WARNING
 from nimble_core.tracing.pytree import Structure, builder, flatten
 from nimble_core.tracing.recording_contexts import no_autocast
 from nimble_core.tracing.signature import Signature
@@ -69,15 +68,12 @@ class Peer(Protocol):
 def peer_names() -> tuple[str, ...]:
     """Return the names that ``peer`` knows, with every mode of ``torch.compile``."""
     compiled = ["compile" if mode == "default" else f"compile:{mode}" for mode in MODE_OPTIONS.require()()]
-    return ("torchscript", *compiled, *(f"{name}+freezing" for name in compiled), "cuda-graph", "eager-tuned")
+    return (*compiled, *(f"{name}+freezing" for name in compiled), "cuda-graph", "eager-tuned")
 
 
 def peer(name: str) -> Peer:
     """Return the built-in peer called ``name``.
 
-    ``torchscript``
-        Traced, frozen and optimised for inference; only traced while a module is in training mode. Refused on a GPU if
-        a concatenation of more than 12 tensors would keep its fuser busy for minutes or hours.
     ``compile``, ``compile:MODE``
         ``torch.compile``, shapes static; with ``+freezing`` weights are constants that Inductor may fold. Modes that
         use CUDA graphs overwrite their outputs with the next run.
@@ -89,13 +85,13 @@ def peer(name: str) -> Peer:
         and process, made by whoever meets it first: name this peer before others that use ``channels_last``.
 
     Of a training step ``compile`` and its modes compile forward and backward, and ``cuda-graph`` captures them
-    (``torch.cuda.make_graphed_callables``); loss and optimizer run in eager. The others are for inference.
+    (``torch.cuda.make_graphed_callables``); loss and optimizer run in eager. ``eager-tuned`` is for inference.
 
     Raises:
         InputError: there is none; lists those that exist.
     """
     if name in peer_names():
-        others: dict[str, Peer] = {one.name: one for one in (_TorchScript(), _CudaGraph(), _EagerTuned())}
+        others: dict[str, Peer] = {one.name: one for one in (_CudaGraph(), _EagerTuned())}
         return others.get(name) or _Compile(name)
     raise InputError(
         f"there is no peer called {name!r}", fix=f"one of {', '.join(peer_names())}; or a Peer of your own"
@@ -149,65 +145,6 @@ def _bound(signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any])
     if tensors is None:
         raise InputError(f"not what this was prepared for: {signature.explain(args, kwargs)}", fix="prepare again")
     return tensors
-
-
-# -- torch.jit -----------------------------------------------------------------------------------------------------
-
-
-class _Flat(torch.nn.Module):
-    """The model from tensors to a tuple of tensors, so that it can be traced, whatever its structures."""
-
-    def __init__(self, model: Callable[..., Any], inputs: Structure, outputs: list[Structure]) -> None:
-        super().__init__()
-        self.model = model
-        self._build = builder(inputs)
-        self._outputs = outputs
-        self.training = isinstance(model, torch.nn.Module) and any(module.training for module in model.modules())
-
-    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        args, kwargs = self._build(tensors)
-        results, structure = flatten(self.model(*args, **kwargs), what="output")
-        self._outputs[:] = [structure]
-        return tuple(results)
-
-
-_FUSED_TENSORS = 12
-"""The widest concatenation that torch.jit's fuser for GPUs is given. Beside an H200 it took 0.1 s to compile one of 4
-tensors, 0.7 s of 8, 6.4 s of 12; of 16 it was not done after 50 s, nor of DenseNet-121, with up to 25, after 800."""
-
-
-def _require_fusible(graph: Any) -> None:
-    """Raise InputError for a graph that torch.jit's fuser for GPUs would compile for minutes or hours."""
-    lists = (next(node.inputs()).node() for node in graph.findAllNodes("aten::cat"))
-    widest = max((len(list(one.inputs())) for one in lists), default=0)
-    if widest > _FUSED_TENSORS:
-        raise InputError(f"torch.jit's fuser takes exponentially long for a concatenation of {widest} tensors")
-
-
-@dataclass(frozen=True, slots=True)
-class _TorchScript:
-    name: str = "torchscript"
-
-    def prepare(self, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Run:
-        signature, outputs = Signature(args, kwargs), list[Structure]()
-        flat = _Flat(twin_of(model), signature.structure, outputs)
-        with warnings.catch_warnings():
-            # torch.jit's notices of its own retirement; it works.
-            for category in (DeprecationWarning, FutureWarning):
-                warnings.filterwarnings("ignore", r".*torch\.jit.* (is|are) deprecated", category)
-            # Values of this run become constants: whether that is right is what the check finds out.
-            warnings.simplefilter("ignore", TRACER_WARNING.require())
-            traced = torch.jit.trace(flat, tuple(signature.tensors), check_trace=False)
-            if not flat.training:
-                traced = torch.jit.optimize_for_inference(torch.jit.freeze(traced))
-        if any(tensor.is_cuda for tensor in signature.tensors):
-            _require_fusible(traced.inlined_graph)
-        build = builder(outputs[0])
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return build(traced(*_bound(signature, args, kwargs)))
-
-        return run
 
 
 # -- torch.compile -------------------------------------------------------------------------------------------------
@@ -295,6 +232,23 @@ class _Compiled:
 
 
 # -- eager, captured and tuned -------------------------------------------------------------------------------------
+
+
+class _Flat(torch.nn.Module):
+    """The model from tensors to a tuple of tensors, so that it can be graphed, whatever its structures."""
+
+    def __init__(self, model: Callable[..., Any], inputs: Structure, outputs: list[Structure]) -> None:
+        super().__init__()
+        self.model = model
+        self._build = builder(inputs)
+        self._outputs = outputs
+        self.training = isinstance(model, torch.nn.Module) and any(module.training for module in model.modules())
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        args, kwargs = self._build(tensors)
+        results, structure = flatten(self.model(*args, **kwargs), what="output")
+        self._outputs[:] = [structure]
+        return tuple(results)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,8 @@ def test_what_is_timed_moves(tmp_path: Path) -> None:
         shown = browser.new_page()
         shown.goto(path.as_uri())
         shown.click("#nv-tab-dag")
-        before = shown.evaluate("nimbleViewer.dagPoint(0)")
+        before = shown.evaluate("nimbleViewer.views.dag.point(0)")
         found = dragged(shown, "#nv-pane-dag canvas", 0.3)
-        assert shown.evaluate("nimbleViewer.dagPoint(0)") != before
+        assert shown.evaluate("nimbleViewer.views.dag.point(0)") != before
     assert found["frames"] > 1
     assert found["longest_ms"] > 0

@@ -5,7 +5,7 @@ export function createControls(app) {
   const { calls, fused, plans, facts, phased, critical, timed, origin, planLabel, matches, state, select,
     plan, streamOf, setPlan, onPlan, redraw } = app;
   const phaseChip = (name) => el("span", { class: "nv-phase", style: `--phase:var(--${name})` }, name);
-  const phaseLegend = () => (phased ? facts.phases.rows.map((row) => phaseChip(row.phase)) : []);
+  const phaseLegend = () => (phased ? facts.phases.rows.map((row) => phaseChip(row.cells[0])) : []);
   const tip = el("div", { class: "nv-tip", hidden: true, role: "tooltip" });
   const showTip = (event, lines) => {
     if (!lines) { tip.hidden = true; return; }

@@ -125,7 +125,7 @@ export function buildDag(node, app) {
   function key() {
     const chosen = data.colours.find((one) => one.key === state.colour), streams = plan() ? plan().streams : 0;
     if (state.colour === "stream") return el("span", { title: chosen.meaning }, streams === 1 ? "stream" : "streams", Array.from({ length: Math.min(streams, 12) }, (_, stream) => streamChip(stream)), streams > 12 && `and ${streams - 12} more`);
-    if (state.colour === "phase") return el("span", { title: chosen.meaning }, "phase", facts.phases.rows.filter((row) => calls.phase.includes(row.phase)).map(({ phase }) => { const colour = theme.value(phase); return [el("b", { class: "nv-stream", style: `background:${colour};color:${ink(colour)}` }, phase[0].toUpperCase()), phase]; }));
+    if (state.colour === "phase") return el("span", { title: chosen.meaning }, "phase", facts.phases.rows.map((row) => row.cells[0]).filter((phase) => calls.phase.includes(phase)).map((phase) => { const colour = theme.value(phase); return [el("b", { class: "nv-stream", style: `background:${colour};color:${ink(colour)}` }, phase[0].toUpperCase()), phase]; }));
     const shown = place.list.filter((box) => !isGroup(box) || !open.has(box)).map((box) => figureOf(state.colour, box)), folded = shown.some((one) => one.calls > 1);
     return [el("span", { class: "nv-ramp", title: chosen.meaning }, chosen.name.toLowerCase().replace("gpu", "GPU"),
       el("span", { class: "nv-steps" }, shown.some((one) => !one.sum && one.unknown < one.calls) && el("b", { class: "nv-none" }, "none"), bounds.map((bound, at) => { const colour = theme.heat(at, bounds.length); return el("b", { style: `background:${colour};color:${ink(colour)}` }, `≤ ${roundTime(bound)}`); })),

@@ -28,7 +28,6 @@ export async function decode(packed) {
  * to simulate, and ``simulate(policy, streams)``, ``remove()`` that do it. Returns what scripts may call.
  */
 export function mount(root, data, { themed = document.documentElement, pane = "", guided = false, whatIf = null } = {}) {
-  const began = performance.now();
   const panes = {}, redraw = [], onPlan = [], onSelect = [], onPane = [], built = {};
   const app = { ...readReport(data), ...createTheme(themed), panes, redraw, onPlan, onSelect, onPane, whatIf };
   Object.assign(app, createSelection(app), { show });
@@ -101,8 +100,6 @@ export function mount(root, data, { themed = document.documentElement, pane = ""
   return {
     select, selectEager, selectLine, selectAll, setPlan, setSimulated, show, marked, onSelect, onPlan, onPane,
     plan: () => state.plan, pane: () => state.pane, selected: () => state.call, selectedEager: () => state.eager, setTheme: (name) => { around = name; applyTheme(); }, dark: () => theme.dark,
-    memoryPoint: (run, call) => built.memory.point(run, call), memoryRange: () => built.memory.range(), dagPoint: (call) => built.dag.point(call), dagBoxes: () => built.dag.visible(), dagDrawn: () => built.dag.drawn(), dagColours: () => built.dag.colours(),
-    timelinePoint: (run, call) => built.timeline.point(run, call), timelineRange: () => built.timeline.range(), zoomTimeline: (from, to) => built.timeline.zoom(from, to), derived: (name) => { const run = runs.find((one) => one.run === name); return { flights: run.flights, gaps: run.gaps }; },
-    mountedMs: performance.now() - began,
+    views: built, runs,
   };
 }

@@ -1,13 +1,11 @@
 /* Memory: live bytes call by call, and what holds the peak. */
-import { bytes, clamp, count, definitions, dotted, el, table, tool } from "./tools.js";
+import { bytes, clamp, count, definitions, described, dotted, el, table, tool } from "./tools.js";
 
 export function buildMemory(node, app) {
   const { theme, data, calls, eager, facts, phased, sourceOf, columnsOf, state, select, selectEager, onSelect, phaseChip,
     phaseLegend, showTip, surface, pointer, search, panes } = app;
   const memory = data.live, known = facts.memory;
-  const engineTable = (rows) => [table([["Engine"], ["Arena", 1], ["Without reuse", 1], ["Saved by reuse", 1], ["Workspaces", 1], ["Held", 1], ...(rows.some((row) => row.against) ? [["Of eager's peak", 1]] : [])], rows.map((row) => el("tr", null, el("td", { class: "nv-run" }, row.label, row.chosen && el("span", { class: "nv-tag nv-yes" }, "chosen")), ...["arena", "unshared", "saved", "workspaces", "held", ...(rows.some((one) => one.against) ? ["against"] : [])].map((key) => el("td", { class: "nv-num" }, row[key] || "–"))))),
-    el("p", { class: "nv-under" }, "Arena: results of all calls and large workspaces of libraries, on all streams. Held: arena, input buffers, and what was not planned.")];
-  const held = known ? el("section", { class: "nv-card", style: "margin-bottom:16px" }, el("h2", null, "Measured and planned"), known.facts.length > 0 && definitions(known.facts), known.engines.length > 0 && el("div", { style: "margin-top:12px" }, engineTable(known.engines))) : "";
+  const held = known ? el("section", { class: "nv-card", style: "margin-bottom:16px" }, el("h2", null, "Measured and planned"), known.facts.length > 0 && definitions(known.facts), known.engines && el("div", { style: "margin-top:12px" }, described(known.engines))) : "";
   if (!memory) { node.append(el("div", { class: "nv-lanes", style: "padding:16px 24px 32px" }, el("p", { class: "nv-sub" }, "What the results of each call hold is not known: this report does not say which memory its calls touch."), held)); return; }
   const shownRuns = memory.runs.slice(0, memory.alike ? 1 : 2).map((run) => ({ ...run, ...columnsOf(run.columns) }));
   if (memory.alike) {

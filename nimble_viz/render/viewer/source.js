@@ -40,8 +40,7 @@ export function buildSource(node, app) {
   const times = (value, what) => `${count(value)} ${what}${value > 1 ? "s" : ""}`;
   const waits = (at) => at !== undefined && [
     rows.waits[at] > 0 && el("span", { class: "nv-tag nv-warn", title: "In eager the host waited here for the device" }, `${times(rows.waits[at], "host wait")}, ${time(rows.wait[at])}`),
-    rows.after[at] > 0 && el("span", { class: "nv-tag nv-warn", title: "In eager the host waited for the device after this line, before the next call" }, `then ${times(rows.after[at], "host wait")}, ${time(rows.after_wait[at])}`),
-    rows.planned[at] > 0 && el("span", { class: "nv-tag", title: "Waits for another stream, in the chosen plan, before calls of this line" }, times(rows.planned[at], "planned wait"))];
+    rows.after[at] > 0 && el("span", { class: "nv-tag nv-warn", title: "In eager the host waited for the device after this line, before the next call" }, `then ${times(rows.after[at], "host wait")}, ${time(rows.after_wait[at])}`)];
   /** Columns: key, title, value, whether it is left out where there is little room. */
   const columns = () => [
     ["calls", "Calls", (at) => of("calls", at), true],

@@ -44,15 +44,25 @@ export const stepsOf = (path) => {
 /** A module's or file's path, which may be broken between its parts. */
 export const dotted = (path) => path.split(/(?<=[./])/).flatMap((part, at) => (at ? [el("wbr"), part] : [part]));
 const TERMS = {
-  "Arena": "memory of all results, shared between calls that never live at once", "Break-even": "calls after which preparing it has saved more than it took", "Cost alone": "time of the call run by itself", "Drift": "how far samples moved while they were taken",
-  "Emitted": "cross-stream edges read back from the captured graph", "Exposed": "host time while the device had nothing to do", "Full DAG": "every hazard between streams, waited for", "Gain": "what a change would save",
-  "Isolated": "all calls, one by one, each alone on the device", "Median": "of all samples, taken in turn with the other runs", "MEG": "minimum equivalent graph: no edge that others imply", "On the path": "on the critical path: the longest chain of calls that need each other",
-  "Outcome": "what became of it", "Over eager": "how many times as fast as eager; below it the 99.5% interval", "Distance to the limit": "how many times as long as what no schedule can beat", "Over one stream": "how many times as fast as one stream; below it the 99.5% interval", "Over one-stream": "how many times as fast as one stream; below it the 99.5% interval",
-  "Overhead": "host time of the framework: Python, dispatch, allocation, launch", "Planned": "waits in the schedule", "Prepared in": "making the kernels and capturing", "Producer's cost": "time of the call that is waited for, alone",
-  "Saved by reuse": "what sharing memory between results saves", "Simulated": "predicted by the model of a GPU, not measured", "Spread": "how far samples lie apart", "Streams": "queues of the device that run side by side", "Syncs": "waits across streams", "Tolerance": "the most error that counts as equal", "Work": "time of the device",
+  "Arena": "memory of all results, shared between calls that never live at once", "Break-even": "calls after which preparing it has saved more than it took", "Emitted": "cross-stream edges read back from the captured graph",
+  "Full DAG": "every hazard between streams, waited for", "Isolated": "all calls, one by one, each alone on the device", "Median": "of all samples, taken in turn with the other runs",
+  "MEG": "minimum equivalent graph: no edge that others imply", "On the path": "on the critical path: the longest chain of calls that need each other", "Over eager": "how many times as fast as eager; below it the 99.5% interval",
+  "Over one stream": "how many times as fast as one stream; below it the 99.5% interval", "Planned": "waits in the schedule", "Prepared in": "making the kernels and capturing",
+  "Producer's cost": "time of the call that is waited for, alone", "Saved by reuse": "what sharing memory between results saves", "Simulated": "predicted by the model of a GPU, not measured",
+  "Streams": "queues of the device that run side by side", "Tolerance": "the most error that counts as equal",
 };
 /** A table; what a word in its head means is its tooltip. */
 export const table = (heads, rows) => el("div", { class: "nv-scroll" }, el("table", null, el("thead", null, el("tr", null, heads.map(([text, numeric]) => el("th", { scope: "col", class: numeric && "nv-num", title: TERMS[text] }, text)))), el("tbody", null, rows)));
+const MARKS = { good: "nv-tick", bad: "nv-cross", open: "nv-open" };
+const cellOf = (cell, kind) => {
+  if (kind === "bar") return el("td", { class: "nv-part" }, el("div", { class: "nv-bar", style: `width:${100 * cell.part}%;${cell.colour && `background:var(--${cell.colour})`}` }));
+  const { text, under, mark, tags } = cell.text === undefined ? { text: cell, tags: [] } : cell;
+  return el("td", { class: kind === "number" && "nv-num" }, el("span", { class: MARKS[mark] }, text || (under ? "" : "–")), tags.map(([name, of]) => el("span", { class: `nv-tag ${{ good: "nv-yes", bad: "nv-warn" }[of] || ""}` }, name)), under && el("span", { class: "nv-small" }, under));
+};
+/** A table that the report describes, with what it says about it and below it. */
+export const described = ({ columns, rows, about, below }) => [about && el("p", null, about),
+  table(columns.map(({ name, kind }) => [name, kind === "number"]), rows.map((row) => el("tr", { class: row.void && "nv-wrong" }, row.cells.map((cell, at) => cellOf(cell, columns[at].kind))))),
+  below.map((line) => el("p", { class: `nv-under ${MARKS[line.mark] || ""}` }, line.text ?? line))];
 export const definitions = (rows) => el("dl", { class: "nv-facts" }, rows.map(([name, value]) => [el("dt", null, name), el("dd", null, value)]));
 export const card = (title, wide, ...children) => el("section", { class: `nv-card${wide ? " nv-wide" : ""}` }, el("h2", null, title), children);
 export const bytes = (value) => { let at = 0; while (value >= 1023.5 && at < 5) { value /= 1024; at++; } return `${!at || value >= 99.95 ? value.toFixed(0) : value.toPrecision(3)} ${["B", "KiB", "MiB", "GiB", "TiB", "PiB"][at]}`; };

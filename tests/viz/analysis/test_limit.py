@@ -14,7 +14,9 @@ from nimble_core.ir.costs import Costs
 from nimble_core.ir.measurement import summarize
 from nimble_core.ir.schedule import Schedule
 from nimble_core.ir.timeline import Lane, Span, Timeline
-from nimble_viz.analysis.limit import breakdown, limit
+from nimble_core.utils.units import format_ns
+from nimble_viz.analysis.limit import breakdown, distance, distance_text
+from nimble_viz.analysis.summary import summary
 from tests.support.sample_reports import fused_report, sample_report
 
 
@@ -80,14 +82,15 @@ def test_what_measurements_vary_by_is_no_part_of_a_breakdown(spread, apart):
 def test_a_distance_says_its_doubt_and_is_of_replays_alone():
     report = fused_report()
     noisy = [ns * report.critical_path_ns for ns in (1.0, 1.5, 2.0)] * 15
-    doubtful = limit(replace(report, measurements=(summarize(report.chosen, noisy),)), report.chosen)
-    assert doubtful["over"] == "1.50x ± 67%"
-    assert limit(report, "eager") is None
-    assert limit(replace(report, critical_path_ns=0.0), report.chosen) is None
+    doubtful = replace(report, measurements=(summarize(report.chosen, noisy),))
+    assert distance_text(doubtful, report.chosen) == "1.50x ± 67%"
+    assert distance_text(report, "eager") == ""
+    assert distance_text(replace(report, critical_path_ns=0.0), report.chosen) == ""
 
 
 def test_where_resources_bind_they_are_the_limit():
     report = sample_report(60)
     full = replace(report, costs=replace(report.costs, demand=(1.0,) * 60))
-    found = limit(full, "nimble")
-    assert (found["bound"], found["ns"]) == ("SM time of all calls over SMs", pytest.approx(report.costs.total_ns))
+    found = dict(summary(full)["facts"])["Limit: the longer of critical path and shared work"]
+    assert found == f"{format_ns(report.costs.total_ns)}, SM time of all calls over SMs"
+    assert distance(full, "nimble") == pytest.approx(report.measurement("nimble").median_ns / report.costs.total_ns)

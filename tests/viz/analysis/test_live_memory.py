@@ -23,6 +23,7 @@ from tests.support.sample_reports import (
     sample_report,
     training_report,
 )
+from tests.support.tables import shown
 
 
 @st.composite
@@ -138,14 +139,13 @@ def test_nothing_is_known_of_a_profile_and_little_of_a_plan() -> None:
 
 def test_memory_says_what_reuse_saved():
     report = sample_report(60)
-    single, nimble = memory(report)["engines"]
-    assert nimble["label"] == "nimble replay"
-    assert [nimble[key] for key in ("arena", "unshared", "saved", "workspaces", "held")] == [
+    table = memory(report)["engines"]
+    assert list(shown(table)["nimble replay"].values())[1:6] == [
         "46.0 MiB", "160 MiB", "114 MiB (71.2%)", "64.0 MiB", "164 MiB",
     ]  # fmt: skip
-    assert not single["chosen"]
+    assert [row["cells"][0]["tags"] for row in table["rows"]] == [[], [("chosen", "good")]]
     assert ("Held by nimble replay", "164 MiB") in memory(old_report())["facts"]
-    assert memory(old_report())["engines"] == []
+    assert memory(old_report())["engines"] is None
     assert memory(CASES["host"]()) is None
     none = replace(report, memory=Memory(planned=(EngineMemory("nimble", 512, 500, 0),)))
-    assert memory(none)["engines"][0]["saved"] == "nothing"
+    assert shown(memory(none)["engines"])["nimble replay"]["Saved by reuse"] == "nothing"

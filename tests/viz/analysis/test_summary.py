@@ -6,19 +6,21 @@ from dataclasses import replace
 
 import pytest
 
+from nimble_core.ir.costs import limit_ns
 from nimble_core.ir.measurement import summarize
 from nimble_core.ir.program import Storage, TensorRef
 from nimble_viz.analysis.advice import best_run
-from nimble_viz.analysis.limit import distance, limit
+from nimble_viz.analysis.limit import distance, distance_text
 from nimble_viz.analysis.summary import summary
 from nimble_viz.analysis.tiles import verdict
 from nimble_viz.report.data import EAGER_ALONE, EqualityCheck
 from tests.support.sample_reports import CASES, sample_report, timed
+from tests.support.tables import shown
 
 
 def test_kernels_launched_ahead_may_beat_the_limit_by_what_they_do_before_they_wait():
     base = sample_report(60)
-    bound = limit(base, "nimble")["ns"]
+    bound = limit_ns(base.costs, base.critical_path_ns)
     taken = tuple(replace(one, median_ns=0.9 * bound, spread=0.0) for one in base.measurements)
     base = replace(base, costs=replace(base.costs, spread_ns=()))
     for kernels, doubted in ((0, True), (int(0.1 * bound / 1000), False)):
@@ -68,10 +70,10 @@ def test_a_gain_of_fewer_threads_is_called_that(alone, nimble, noise, said):
     assert ("one thread" in told) == bool(said)
     assert f"; {said}" in told or not said
     assert told.startswith("The prepared model")
-    rows = {row["name"]: row for row in summary(report)["speed"]}
-    assert (rows[EAGER_ALONE]["label"], rows[EAGER_ALONE]["single"]) == ("eager, 1 thread", None)
-    assert rows[EAGER_ALONE]["eager"] is not None
-    assert summary(report)["peers"] == []
+    row = shown(summary(report)["speed"])["eager, 1 thread"]
+    assert row["Over one stream"] == ""
+    assert row["Over eager"] != ""
+    assert summary(report)["peers"] is None
     assert best_run(replace(report, chosen="")) != EAGER_ALONE
 
 
@@ -85,20 +87,20 @@ def test_an_empty_batch_is_not_compared_with_anything():
     said = verdict(report)
     assert said == "The model made no call that reaches the device; float16, empty batch, NVIDIA H200."
     tables = summary(report)
-    assert [row["eager"] for row in tables["speed"]] == [None] * len(report.measurements)
+    assert not any("Over eager" in row for row in shown(tables["speed"]).values())
     assert sum("no outputs to compare" in warning for warning in tables["warnings"]) == 1
 
 
 def test_distance_is_replay_over_critical_path():
     report = sample_report(60)
-    row = next(row for row in summary(report)["speed"] if row["name"] == "nimble")
     far = report.measurement("nimble").median_ns / report.critical_path_ns
-    assert row["distance"] == f"{far:.2f}x ± {report.measurement('nimble').spread + 0.03:.0%}"
-    assert summary(report)["speed"][0]["distance"] == ""
+    reached = dict(summary(report)["facts"])["Distance to the limit"]
+    assert f"nimble replay {far:.2f}x ± {report.measurement('nimble').spread + 0.03:.0%}" in reached
+    assert "eager" not in reached
     share = 0.97 * report.measurement("nimble").median_ns / report.costs.total_ns
     full = replace(report, costs=replace(report.costs, demand=(share,) * 60))
     assert distance(full, "nimble") == pytest.approx(1 / 0.97)
-    assert summary(full)["limit"]["over"] == "1.03x ± 4%"
+    assert distance_text(full, "nimble") == "1.03x ± 4%"
 
 
 def test_warnings_are_gathered_once():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nimble_core.scheduling.options import Options
 from nimble_core.utils.errors import InputError
-from nimble_viz.cli.arguments import Expression, comparing, complete, keywords, option_values, profiling, split
+from nimble_viz.cli.arguments import Expression, comparing, keywords, option_values, profiling, split
 from nimble_viz.collect.compare import compare
 from nimble_viz.collect.sampler import Counts
 
@@ -84,19 +84,3 @@ def test_options_may_stand_anywhere() -> None:
 def test_bad_usage_is_an_input_error(line: str) -> None:
     with pytest.raises(InputError, match="-h says"):
         comparing().parse_intermixed_args(split(line))
-
-
-@pytest.mark.parametrize(
-    ("before", "fragment", "found"),
-    [
-        (" model x --fu", "--fu", ["--fuse"]),
-        (" model x --fuse ", "", ["auto", "none", "library", "inductor"]),
-        (" --fuse=in", "in", ["inductor"]),
-        (" m x --no-strict o", "o", []),
-        (" m x --against eager-tuned,cuda", "cuda", ["cuda-graph"]),
-    ],
-)
-def test_completions(before: str, fragment: str, found: list[str]) -> None:
-    import torch  # noqa: F401  without it no peer is offered: Tab does not wait for an import
-
-    assert complete(comparing(), before) == (fragment, found)

@@ -42,12 +42,12 @@ def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_compare_prints_the_report(called: dict[str, Any], factory: str, capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["--fuse", "library", "--max-streams", "none", "--against", "torchscript, compile:reduce-overhead"]
+    line = ["--fuse", "library", "--max-streams", "none", "--against", "eager-tuned, compile:reduce-overhead"]
     assert main(["compare", f"{factory}:three", *line]) == 0
     assert "nimble_viz: SampleNet" in capsys.readouterr().out
     assert (called["args"], called["kwargs"]) == ((1, 2), {"scale": 3})
     assert called["options"] == Options(fuse="library", max_streams=None)
-    assert called["against"] == ("torchscript", "compile:reduce-overhead")
+    assert called["against"] == ("eager-tuned", "compile:reduce-overhead")
     assert called["progress"] is None
 
 

@@ -60,7 +60,6 @@ def registered(shell: Any) -> tuple[Any, ...]:
         manager.magics["line"].get("nimble"),
         manager.magics["cell"].get("nimble"),
         vars(manager.user_magics).get("nimble"),
-        *shell.Completer.custom_matchers,
     )
 
 
@@ -68,7 +67,6 @@ def test_loads_and_unloads_in_any_order(shell: Any) -> None:
     before = registered(shell)
     for step in ("unload", "load", "load", "reload", "unload", "unload", "load", "unload"):
         shell.run_line_magic(f"{step}_ext", "nimble_viz")
-        assert len(shell.Completer.custom_matchers) == (step != "unload")
         assert (shell.find_line_magic("nimble") is None) == (step == "unload")
         assert (shell.find_cell_magic("nimble") is None) == (step == "unload")
     assert registered(shell) == before == (None, None, None)
@@ -255,26 +253,3 @@ def test_a_model_of_torchs_modules_alone_comes_from_the_line_of_the_cell(
     assert {(one.file, one.line) for call in report.eager_calls for one in call.origins} == {(f"In[{number}]", line)}
     (piece,) = report.sources
     assert piece.lines[line - piece.first].startswith(code)
-
-
-# -- completion ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("jedi", [False, True])
-@pytest.mark.parametrize(
-    ("typed", "found"),
-    [
-        ("report = %nimble model x --tune o", {"off"}),
-        ("%%nimble --no-", {"--no-capture", "--no-strict"}),
-        ("%nimble mod", {"model"}),
-    ],
-)
-def test_tab_completes(run: Any, shell: Any, typed: str, found: set[str], jedi: bool) -> None:
-    from IPython.core.completer import provisionalcompleter
-
-    shell.Completer.use_jedi = jedi
-    with provisionalcompleter():
-        offered = {one.text for one in shell.Completer.completions(typed, len(typed))}
-    assert offered == found
-    with provisionalcompleter():
-        assert not {one.text for one in shell.Completer.completions("--fu", 4)} & {"--fuse"}

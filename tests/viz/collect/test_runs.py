@@ -66,19 +66,19 @@ def test_peers_are_measured_beside_in_the_same_rounds() -> None:
     own = Beside(run=slow)
     spy = Spy()
     report = compare(
-        Wide(), torch.randn(2, 16), against=[own, "torchscript"], options=NIMBLE, device=device, progress=spy
+        Wide(), torch.randn(2, 16), against=[own, "eager-tuned"], options=NIMBLE, device=device, progress=spy
     )
-    assert [taken.name for taken in report.measurements] == ["eager", "single", "nimble", "own", "torchscript"]
+    assert [taken.name for taken in report.measurements] == ["eager", "single", "nimble", "own", "eager-tuned"]
     assert set(report.measurement("own").samples_ns) == {50.0}
     assert len({len(taken.samples_ns) + taken.dropped for taken in report.measurements}) == 1
     assert report.chosen == "nimble"  # a peer is faster, but no plan of ours
-    assert [result.name for result in report.peers] == ["own", "torchscript"]
+    assert [result.name for result in report.peers] == ["own", "eager-tuned"]
     for result in report.peers:
         assert result.check.passed
         assert result.prepare_s > 0
         assert result.note == ""
     assert {check.name for check in report.checks} == {"single", "nimble"}
-    assert spy.names.index("peer own") < spy.names.index("peer torchscript") < spy.names.index("measure")
+    assert spy.names.index("peer own") < spy.names.index("peer eager-tuned") < spy.names.index("measure")
     assert not any(step.name.startswith("peer") for step in report.preparation)
     assert own.closed == 1
     assert report.ratio("nimble", "own").value == pytest.approx(50.0 / report.measurement("nimble").median_ns)
@@ -88,10 +88,10 @@ def test_built_in_peers_on_the_host() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 5)).eval()
     x = torch.randn(2, 3, 6, 6)
     before, state = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
-    names = ["torchscript", "compile", "compile+freezing", "eager-tuned", "cuda-graph"]
+    names = ["compile", "compile+freezing", "eager-tuned", "cuda-graph"]
     report = compare(model, x, against=names, options=FAST, progress=Progress())
     assert [result.name for result in report.peers] == names
-    assert [taken.name for taken in report.measurements][-4:] == names[:-1]
+    assert [taken.name for taken in report.measurements][-3:] == names[:-1]
     for result in report.peers[:-1]:
         assert result.check.passed, result
         assert report.ratio(report.chosen, result.name) is not None
@@ -108,7 +108,7 @@ def test_built_in_peers_on_the_host() -> None:
 def test_a_peer_for_a_model_that_writes_its_state() -> None:
     model, x = Norms().train(), torch.randn(4, 3, 6, 6)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    report = beside("torchscript", "compile", "eager-tuned", model=model, x=x)
+    report = beside("compile", "eager-tuned", model=model, x=x)
     assert all(result.check.passed for result in report.peers), report.peers
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -219,12 +219,12 @@ def test_an_interruption_while_a_peer_is_prepared_measures_what_is_ready() -> No
 def test_built_in_peers_on_a_gpu() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 5))
     model, x = model.eval().cuda(), torch.randn(2, 3, 8, 8, device="cuda")
-    names = ["torchscript", "compile:reduce-overhead", "compile:reduce-overhead+freezing", "cuda-graph", "eager-tuned"]
+    names = ["compile:reduce-overhead", "compile:reduce-overhead+freezing", "cuda-graph", "eager-tuned"]
     report = compare(model, x, against=names, options=FAST, progress=Progress())
     assert [result.name for result in report.peers] == names
     assert all(result.check.passed for result in report.peers), report.peers
-    assert [taken.name for taken in report.measurements][-5:] == names
-    assert report.peers[1].note == ""  # its CUDA graphs are in use
+    assert [taken.name for taken in report.measurements][-4:] == names
+    assert report.peers[0].note == ""  # its CUDA graphs are in use
     assert torch.backends.cudnn.benchmark is False
 
 
@@ -261,7 +261,7 @@ def test_peers_train_beside_on_modules_of_their_own() -> None:
     own, wrong = Trains(), Trains("wrong", 1.5)
     before = everything(net, None)
     found = trained(
-        net, x, target=y, optimizer=adam(net), against=[own, wrong, "torchscript", "cuda-graph"], options=ONE
+        net, x, target=y, optimizer=adam(net), against=[own, wrong, "eager-tuned", "cuda-graph"], options=ONE
     )
     unchanged(before, everything(net, None))
     results = {one.name: one for one in found.peers}
@@ -272,7 +272,7 @@ def test_peers_train_beside_on_modules_of_their_own() -> None:
     assert own.model.conv.weight.data_ptr() == net.conv.weight.data_ptr()
     assert (own.closed, wrong.closed) == (1, 1)
     assert results["wrong"].check.differs
-    assert "torchscript is for inference" in results["torchscript"].note
+    assert "eager-tuned is for inference" in results["eager-tuned"].note
     assert "CUDA only" in results["cuda-graph"].note
     assert {taken.name for taken in found.measurements} == {"eager", "single", "own"}
 
@@ -344,6 +344,6 @@ def test_compiled_attention_with_dropout_trains() -> None:
 
 def test_all_built_in_peers_train_or_say_why() -> None:
     step = Training(Net(), (batch()[0],), {}, target=batch()[1], loss_fn=nn.CrossEntropyLoss(), optimizer=None)
-    for one in resolve_peers(["torchscript", "eager-tuned", "compile+freezing", "cuda-graph"]):
+    for one in resolve_peers(["eager-tuned", "compile+freezing", "cuda-graph"]):
         with pytest.raises(InputError):
             step.peer(one)

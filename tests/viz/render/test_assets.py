@@ -60,5 +60,5 @@ def test_the_page_works_with_its_modules_apart() -> None:
         shown.route("http://viewer.test/**", serve)
         shown.goto("http://viewer.test/")
         shown.click("#nv-tab-dag")
-        assert shown.evaluate("nimbleViewer.dagBoxes()") > 0
+        assert shown.evaluate("nimbleViewer.views.dag.visible()") > 0
         assert troubles == []

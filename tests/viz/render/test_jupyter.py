@@ -115,7 +115,7 @@ def click_a_node_see_its_bar(area: Any) -> None:
     frame.locator("#nv-tab-dag").click()
     shown = frame.locator("body")
     inside = shown.element_handle().owner_frame()
-    point = inside.evaluate("nimbleViewer.dagPoint(4)")
+    point = inside.evaluate("nimbleViewer.views.dag.point(4)")
     shown.click(position=point)
     assert inside.evaluate("nimbleViewer.selected()") == 4
     frame.locator("#nv-tab-overhead").click()
@@ -142,7 +142,7 @@ def click_a_call(lab: Notebook, shown: Any, call: int) -> None:
     """Click a node of the widget's graph."""
     shown.scroll_into_view_if_needed()
     shown.locator("#nv-tab-dag").click()
-    point = shown.evaluate(f"node => node.viewer.dagPoint({call})")
+    point = shown.evaluate(f"node => node.viewer.views.dag.point({call})")
     lab.page.mouse.click(point["x"], point["y"])
     assert shown.evaluate("node => node.viewer.selected()") == call
 

@@ -87,8 +87,8 @@ def test_all_sections_of_a_full_report() -> None:
 @pytest.mark.parametrize("width", [60, 100])
 def test_a_candidate_with_wrong_outputs_is_marked(width: int) -> None:
     text = plain_text(sample_report(), width, full=True).split("Plans that were tried")[1].split("Streams and")[0]
-    assert re.findall(r"^  (nimble \*|opara|one)", text, re.M) == ["nimble *", "opara", "one"]
-    assert len(re.findall("DIFFER", text)) == 1
+    assert re.findall(r"^  (nimble|opara|one)", text, re.M) == ["nimble", "opara", "one"]
+    assert text.count("(outputs") == 1
     assert "Plans that were tried" not in plain_text(old_report(), width, full=True)
 
 

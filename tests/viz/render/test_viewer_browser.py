@@ -114,7 +114,7 @@ def test_the_summary_shows_what_was_tried_emitted_held_and_worth_it(opened):
 @pytest.mark.slow
 def test_a_plan_and_an_old_file_show_only_what_they_know(opened):
     for report, missing in (
-        (plan_report(), ("Same outputs", "Memory", "Kernels in flight", "Fork", "not read")),
+        (plan_report(), ("Equality with eager", "Memory", "Kernels in flight", "Fork", "not read")),
         (old_report(), ("Plans that were tried", "Fork", "Saved by reuse")),
     ):
         shown = opened(page(report))
@@ -143,7 +143,7 @@ def test_a_profile_shows_its_bound_and_says_what_it_has_not(opened):
         "Not in this report",
     ):
         assert part in text
-    for part in ("Preparation", "Same outputs as eager?", "Over eager", "Plans and synchronisations"):
+    for part in ("Preparation", "Equality with eager", "Over eager", "Streams and synchronisations"):
         assert part not in text
     shown.page.click("#nv-tab-overhead")
     overhead = shown.page.inner_text("#nv-pane-overhead")
@@ -177,7 +177,7 @@ def test_arrow_keys_move_between_tabs(opened):
 def test_a_clicked_node_selects_its_row_its_bar_and_its_sync(opened):
     shown = opened(page(sample_report(60)))
     shown.page.click("#nv-tab-dag")
-    point = shown.page.evaluate("nimbleViewer.dagPoint(4)")
+    point = shown.page.evaluate("nimbleViewer.views.dag.point(4)")
     shown.page.mouse.click(point["x"], point["y"])
     assert shown.page.evaluate("nimbleViewer.selected()") == 4
     assert "call 4:" in shown.page.inner_text("[aria-live]")
@@ -191,7 +191,7 @@ def test_a_clicked_node_selects_its_row_its_bar_and_its_sync(opened):
 def test_a_clicked_bar_or_row_selects_everywhere(opened):
     shown = opened(page(sample_report(60)))
     shown.page.click("#nv-tab-timeline")
-    point = shown.page.evaluate("nimbleViewer.timelinePoint('single', 33)")
+    point = shown.page.evaluate("nimbleViewer.views.timeline.point('single', 33)")
     shown.page.mouse.click(point["x"], point["y"])
     assert shown.page.evaluate("nimbleViewer.selected()") == 33
     shown.page.click("#nv-tab-overhead")
@@ -213,11 +213,11 @@ def test_an_eager_call_marks_the_fused_call_that_stands_for_it_and_back(opened):
     assert report.program.calls[9].operator in shown.page.inner_text("aside")
     shown.page.click("#nv-tab-timeline")
     for run, call, marked in (("eager", 5, 5), ("inductor, nimble", 5, 5), ("eager", 12, 9)):
-        point = shown.page.evaluate(f"nimbleViewer.timelinePoint('{run}', {call})")
+        point = shown.page.evaluate(f"nimbleViewer.views.timeline.point('{run}', {call})")
         shown.page.mouse.click(point["x"], point["y"])
         assert shown.page.evaluate("nimbleViewer.selected()") == marked
     shown.page.click("#nv-tab-dag")
-    point = shown.page.evaluate("nimbleViewer.dagPoint(9)")
+    point = shown.page.evaluate("nimbleViewer.views.dag.point(9)")
     shown.page.mouse.click(point["x"], point["y"])
     assert shown.page.evaluate("nimbleViewer.marked()") == {"calls": [9], "eager": [11, 12]}
     assert "sample_net/modeling.py:32" in shown.page.inner_text("aside")
@@ -242,7 +242,7 @@ def test_the_tip_of_a_fused_call_says_what_it_stands_for(opened):
         (9, "eager 12 native_layer_norm in encoder.layer.0.branch3.2"),
         (0, "no eager call explains it"),
     ):
-        point = shown.page.evaluate(f"nimbleViewer.dagPoint({call})")
+        point = shown.page.evaluate(f"nimbleViewer.views.dag.point({call})")
         shown.page.mouse.move(point["x"], point["y"])
         assert part in shown.page.inner_text(".nv-tip")
 
@@ -251,7 +251,7 @@ def test_the_tip_of_a_fused_call_says_what_it_stands_for(opened):
 def test_peers_payback_distance_and_provenance_are_on_the_summary(opened):
     text = opened(page(fused_report())).page.inner_text("#nv-pane-summary")
     for part in (
-        "Against peers",
+        "against peers",
         "ours: no difference from it (1.00x to 1.01x)",
         "its time does not count",
         "not installed: no module named 'tensorrt'",
@@ -394,12 +394,12 @@ def test_the_frame_of_a_notebook_works_in_its_sandbox(opened):
 def test_ten_thousand_calls_open(opened):
     shown = opened(page(CASES["ten thousand"]()))
     shown.page.click("#nv-tab-dag")
-    assert shown.page.evaluate("nimbleViewer.dagBoxes()") > 0
+    assert shown.page.evaluate("nimbleViewer.views.dag.visible()") > 0
     assert "modules folded" in shown.page.inner_text("#nv-pane-dag")
     shown.page.select_option("#nv-pane-dag select[aria-label=Colour]", "exposed")
     assert shown.page.locator("#nv-pane-dag .nv-steps b").count() > 0
     shown.page.evaluate("nimbleViewer.select(9876)")
-    assert shown.page.evaluate("nimbleViewer.dagBoxes()") > 0
+    assert shown.page.evaluate("nimbleViewer.views.dag.visible()") > 0
     assert shown.troubles == []
 
 
@@ -423,12 +423,12 @@ def test_an_address_leads_to_a_view_and_a_call_and_follows_them(opened):
 def test_keys_search_zoom_move_and_are_listed(opened):
     shown = opened(page(sample_report(60)))
     shown.page.click("#nv-tab-timeline")
-    low, high = shown.page.evaluate("nimbleViewer.timelineRange()")
+    low, high = shown.page.evaluate("nimbleViewer.views.timeline.range()")
     shown.page.keyboard.press("w")
-    near, far = shown.page.evaluate("nimbleViewer.timelineRange()")
+    near, far = shown.page.evaluate("nimbleViewer.views.timeline.range()")
     assert far - near < high - low
     shown.page.keyboard.press("d")
-    assert shown.page.evaluate("nimbleViewer.timelineRange()")[0] > near
+    assert shown.page.evaluate("nimbleViewer.views.timeline.range()")[0] > near
     shown.page.keyboard.press("/")
     shown.page.keyboard.type("wasd?")
     assert shown.page.input_value("#nv-pane-timeline input[type=search]") == "wasd?"

@@ -28,12 +28,12 @@ pytestmark = pytest.mark.browser
 def test_folding_and_opening_modules(opened):
     shown = opened(page(CASES["thousand"]()))
     shown.page.click("#nv-tab-dag")
-    folded = shown.page.evaluate("nimbleViewer.dagBoxes()")
+    folded = shown.page.evaluate("nimbleViewer.views.dag.visible()")
     assert folded < 1_000
     shown.page.click("text=Open all")
-    assert shown.page.evaluate("nimbleViewer.dagBoxes()") > 1_000
+    assert shown.page.evaluate("nimbleViewer.views.dag.visible()") > 1_000
     shown.page.click("text=Fold all")
-    assert shown.page.evaluate("nimbleViewer.dagBoxes()") <= folded
+    assert shown.page.evaluate("nimbleViewer.views.dag.visible()") <= folded
 
 
 _COLOUR = "#nv-pane-dag select[aria-label=Colour]"
@@ -56,7 +56,7 @@ def test_colour_is_chosen_with_the_keyboard_and_stays(opened):
     shown.page.click("#nv-tab-dag")
     shown.page.select_option("#nv-pane-dag select[aria-label=Schedule]", "0")
     assert shown.page.input_value(_COLOUR) == "time"
-    assert shown.page.evaluate("nimbleViewer.dagColours().key") == "time"
+    assert shown.page.evaluate("nimbleViewer.views.dag.colours().key") == "time"
     assert shown.troubles == []
 
 
@@ -82,7 +82,7 @@ def test_steps_of_the_scale_have_numbers_and_hold_the_values(opened, dark):
     shown.page.select_option(_COLOUR, "time")
     for act in ("text=Open all", "text=Fold all"):
         shown.page.click(f"#nv-pane-dag >> {act}")
-        found = shown.page.evaluate("nimbleViewer.dagColours()")
+        found = shown.page.evaluate("nimbleViewer.views.dag.colours()")
         bounds = found["bounds"]
         steps = shown.page.locator("#nv-pane-dag .nv-steps b").all_inner_texts()
         assert steps == [f"≤ {bound / 1e3:g} µs" for bound in bounds]
@@ -137,13 +137,13 @@ def test_calls_without_a_value_say_so(opened):
     shown.page.click("#nv-tab-dag")
     shown.page.click("#nv-pane-dag >> text=Open all")
     shown.page.select_option(_COLOUR, "exposed")
-    words = {box: (colour, said) for box, colour, said in shown.page.evaluate("nimbleViewer.dagColours().boxes")}
+    words = {box: (colour, said) for box, colour, said in shown.page.evaluate("nimbleViewer.views.dag.colours().boxes")}
     assert words[0] == (None, "not known")
     assert "1 call not among those of profiled eager" in shown.page.inner_text("#nv-pane-dag .nv-legend")
-    point = shown.page.evaluate("nimbleViewer.dagPoint(0)")
+    point = shown.page.evaluate("nimbleViewer.views.dag.point(0)")
     shown.page.mouse.move(point["x"], point["y"])
     assert "Exposed overhead: not known" in shown.page.inner_text(".nv-tip")
-    point = shown.page.evaluate("nimbleViewer.dagPoint(1)")
+    point = shown.page.evaluate("nimbleViewer.views.dag.point(1)")
     shown.page.mouse.move(point["x"], point["y"])
     assert f"Exposed overhead: {format_ns(exposed(report)[1])}" in shown.page.inner_text(".nv-tip")
 
@@ -155,10 +155,10 @@ def test_calls_and_folded_groups_name_their_phase(opened):
     shown.page.click("#nv-tab-dag")
     shown.page.select_option(_COLOUR, "phase")
     shown.page.click("#nv-pane-dag >> text=Open all")
-    phases = {box: said for box, _, said in shown.page.evaluate("nimbleViewer.dagColours().boxes")}
+    phases = {box: said for box, _, said in shown.page.evaluate("nimbleViewer.views.dag.colours().boxes")}
     assert phases == {call.index: call.phase for call in report.program.calls}
     shown.page.click("#nv-pane-dag >> text=Fold all")
-    folded = [said for box, _, said in shown.page.evaluate("nimbleViewer.dagColours().boxes") if box >= 60]
+    folded = [said for box, _, said in shown.page.evaluate("nimbleViewer.views.dag.colours().boxes") if box >= 60]
     assert set(folded) >= {"forward", "backward"}
     letters = shown.page.locator("#nv-pane-dag .nv-legend .nv-stream").all_inner_texts()
     assert letters == ["F", "L", "B", "O"]
@@ -167,7 +167,7 @@ def test_calls_and_folded_groups_name_their_phase(opened):
 
 _CROSSED = """
 () => {
-  const { boxes, edges } = nimbleViewer.dagDrawn(), hits = [];
+  const { boxes, edges } = nimbleViewer.views.dag.drawn(), hits = [];
   for (const { a, b, way } of edges) {
     const points = [];
     for (let k = 0; k < way.length; k += 3) {
@@ -205,7 +205,7 @@ def test_no_edge_runs_behind_a_box(opened, seed):
 def test_an_edge_says_what_it_is(opened):
     shown = opened(page(CASES["narrow"]()))
     shown.page.click("#nv-tab-dag")
-    upper, lower, upper = (shown.page.evaluate(f"nimbleViewer.dagPoint({call})") for call in (1, 2, 1))
+    upper, lower, upper = (shown.page.evaluate(f"nimbleViewer.views.dag.point({call})") for call in (1, 2, 1))
     shown.page.mouse.move(upper["x"], (upper["y"] + lower["y"]) / 2)
     text = shown.page.inner_text(".nv-tip")
     assert "must wait" in text
@@ -219,7 +219,7 @@ def test_boxes_and_the_map_do_not_hide_each_other(opened):
     shown.page.click("#nv-tab-dag")
     assert shown.page.is_visible(".nv-map")
     shown.page.click("text=Open all")
-    boxes = shown.page.evaluate("nimbleViewer.dagDrawn().boxes")
+    boxes = shown.page.evaluate("nimbleViewer.views.dag.drawn().boxes")
     by_row: dict[float, list[tuple[float, float]]] = {}
     for _, left, top, width, _height in boxes:
         by_row.setdefault(round(top, 3), []).append((left, left + width))

@@ -109,7 +109,7 @@ def test_the_memory_curve_is_walked_clicked_and_zoomed(opened):
     report = sample_report(60)
     shown = opened(page(report))
     shown.page.click("#nv-tab-memory")
-    point = shown.page.evaluate("nimbleViewer.memoryPoint(0, 33)")
+    point = shown.page.evaluate("nimbleViewer.views.memory.point(0, 33)")
     shown.page.mouse.move(point["x"], point["y"])
     assert "live during call 33" in shown.page.inner_text(".nv-tip")
     shown.page.mouse.click(point["x"], point["y"])
@@ -118,10 +118,10 @@ def test_the_memory_curve_is_walked_clicked_and_zoomed(opened):
     shown.page.keyboard.press("ArrowRight")
     assert shown.page.evaluate("nimbleViewer.selected()") == 34
     shown.page.keyboard.press("+")
-    low, high = shown.page.evaluate("nimbleViewer.memoryRange()")
+    low, high = shown.page.evaluate("nimbleViewer.views.memory.range()")
     assert high - low == pytest.approx(1 / 1.5)
     shown.page.keyboard.press("0")
-    assert shown.page.evaluate("nimbleViewer.memoryRange()") == [0, 1]
+    assert shown.page.evaluate("nimbleViewer.views.memory.range()") == [0, 1]
     shown.page.click("#nv-pane-memory tbody .nv-link >> nth=0")
     holder = live_memory(report)["runs"][0]["holders"][0]["call"]
     assert shown.page.evaluate("nimbleViewer.selected()") == holder

@@ -18,13 +18,18 @@ from tests.support.sample_reports import sample_report
 pytestmark = pytest.mark.browser
 RECORDINGS = Path(__file__).parents[3] / "examples" / "recordings"
 
+_DERIVED = """(name) => {
+  const { flights, gaps } = nimbleViewer.runs.find((one) => one.run === name);
+  return { flights, gaps };
+}"""
+
 
 @pytest.mark.slow
 def test_timeline_zooms_to_a_microsecond_and_no_further(opened):
     shown = opened(page(sample_report(60)))
     shown.page.click("#nv-tab-timeline")
-    shown.page.evaluate("nimbleViewer.zoomTimeline(5000, 5010)")
-    low, high = shown.page.evaluate("nimbleViewer.timelineRange()")
+    shown.page.evaluate("nimbleViewer.views.timeline.zoom(5000, 5010)")
+    low, high = shown.page.evaluate("nimbleViewer.views.timeline.range()")
     assert high - low == pytest.approx(1000)
 
 
@@ -37,8 +42,8 @@ def test_an_idle_stretch_says_which_call_waited_for_which_and_why(opened):
     shown = opened(page(report))
     shown.page.click("#nv-tab-timeline")
     width = gap.end_ns - gap.start_ns
-    shown.page.evaluate(f"nimbleViewer.zoomTimeline({gap.start_ns - zero - width}, {gap.end_ns - zero + width})")
-    waiter = shown.page.evaluate(f"nimbleViewer.timelinePoint('nimble', {gap.call})")
+    shown.page.evaluate(f"nimbleViewer.views.timeline.zoom({gap.start_ns - zero - width}, {gap.end_ns - zero + width})")
+    waiter = shown.page.evaluate(f"nimbleViewer.views.timeline.point('nimble', {gap.call})")
     board = shown.page.locator("#nv-pane-timeline canvas").last.bounding_box()
     middle = board["x"] + 168 + (board["width"] - 168 - 8) / 2
     shown.page.mouse.move(middle, waiter["y"])
@@ -59,7 +64,7 @@ def test_figures_of_a_run_open_below_its_lanes_and_lead_to_calls(opened):
     shown.page.locator(".nv-figures summary").last.click()
     text = shown.page.locator(".nv-figures").last.inner_text()
     assert "60 kernels seen, 60 nodes expected" in text
-    point = shown.page.evaluate("nimbleViewer.timelinePoint('nimble', 33)")
+    point = shown.page.evaluate("nimbleViewer.views.timeline.point('nimble', 33)")
     shown.page.mouse.move(point["x"], point["y"])
     assert f"ran on stream {20 + report.schedule('nimble').stream[33]} of the device" in shown.page.inner_text(
         ".nv-tip"
@@ -86,14 +91,14 @@ def test_the_timeline_zooms_to_the_replays_and_back(opened):
     shown = opened(page(report))
     shown.page.click("#nv-tab-timeline")
     shown.page.click("text=Fit all")
-    _, whole = shown.page.evaluate("nimbleViewer.timelineRange()")
+    _, whole = shown.page.evaluate("nimbleViewer.views.timeline.range()")
     shown.page.click("text=Fit replays")
-    low, high = shown.page.evaluate("nimbleViewer.timelineRange()")
+    low, high = shown.page.evaluate("nimbleViewer.views.timeline.range()")
     longest = max(line.length_ns for line in report.timelines if line.run != "eager")
     assert low == 0
     assert high == pytest.approx(1.02 * longest)
     shown.page.click("text=Fit all")
-    assert shown.page.evaluate("nimbleViewer.timelineRange()")[1] == pytest.approx(whole)
+    assert shown.page.evaluate("nimbleViewer.views.timeline.range()")[1] == pytest.approx(whole)
 
 
 @pytest.mark.slow
@@ -103,12 +108,12 @@ def test_the_timeline_opens_where_the_replays_can_be_read(opened):
     shown.page.click("#nv-tab-timeline")
     rest = shown.page.locator("#nv-pane-timeline .nv-rest")
     longest = max(line.length_ns for line in report.timelines if line.run != "eager")
-    assert shown.page.evaluate("nimbleViewer.timelineRange()") == [0, pytest.approx(1.02 * longest)]
+    assert shown.page.evaluate("nimbleViewer.views.timeline.range()") == [0, pytest.approx(1.02 * longest)]
     assert [rest.nth(at).is_visible() for at in range(rest.count())] == [True, False, False]
     assert "goes on to the right" in rest.first.inner_text()
     assert shown.page.get_attribute("text=Fit replays", "aria-pressed") == "true"
     rest.first.click()
-    assert shown.page.evaluate("nimbleViewer.timelineRange()")[1] > report.timeline("eager").length_ns
+    assert shown.page.evaluate("nimbleViewer.views.timeline.range()")[1] > report.timeline("eager").length_ns
     assert not rest.first.is_visible()
     assert shown.page.get_attribute("text=Fit all", "aria-pressed") == "true"
 
@@ -119,7 +124,7 @@ def test_the_page_derives_what_runs_side_by_side_and_where_gaps_are(opened, name
     report = nimble_viz.load(RECORDINGS / f"{name}.nimble")
     shown = opened(page(report))
     for line in report.timelines:
-        derived = shown.page.evaluate(f"nimbleViewer.derived({line.run!r})")
+        derived = shown.page.evaluate(_DERIVED, line.run)
         assert max(derived["flights"]["running"]) == in_flight(line)[0]
         assert derived["flights"]["running"][-1] == 0
         gaps = [gap for gap in replay_gaps(report, line) if gap.call is not None]
@@ -152,7 +157,7 @@ _BAD = """() => {
   return getComputedStyle(probe).color;
 }"""
 _COLOUR = """async ([run, call]) => {
-  const { x, y } = nimbleViewer.timelinePoint(run, call);
+  const { x, y } = nimbleViewer.views.timeline.point(run, call);
   await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
   const canvas = document.elementFromPoint(x, y), box = canvas.getBoundingClientRect();
   const ratio = canvas.width / box.width, paint = canvas.getContext("2d");

@@ -117,7 +117,7 @@ def opened(browser: Any, tmp_path: Path) -> Iterator[Any]:
 @pytest.mark.slow
 def test_clicks_reach_the_kernel_and_code_reaches_the_page(opened: Any) -> None:
     shown = opened(fused_report().dashboard("dag"))
-    point = shown.evaluate("viewer.dagPoint(9)")
+    point = shown.evaluate("viewer.views.dag.point(9)")
     shown.mouse.click(point["x"], point["y"])
     assert shown.evaluate("model.get('selected')") == {"calls": [9], "eager": [11, 12]}
     shown.evaluate("model.set('selected', { calls: [5, 7], eager: [5, 6] })")
