@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from nimble_core.utils.units import format_ns, format_percent
 from nimble_viz.analysis.advice import PREPARE, Change, advice, best_run, inputs_of
@@ -88,6 +88,7 @@ def _now(report: ReportData) -> dict[str, Any]:
         lines.append("what it waits for is not known: eager was not profiled")
     if taken is not None and not taken.stable:
         lines.append(f"unstable: samples vary by {format_percent(taken.spread)}")
+    lines += _longest(report) if report.sampling is not None else []
     syncs = sum(sync.count for sync in profile.host_syncs) if profile else 0
     if syncs and report.environment.device == "cuda":
         lines.append(f"the host waits for the device {'once' if syncs == 1 else f'{syncs:,} times'} in it")
@@ -106,6 +107,16 @@ def _now(report: ReportData) -> dict[str, Any]:
         "stable": taken is None or taken.stable,
         "code": "",
     }
+
+
+def _longest(report: ReportData) -> list[str]:
+    """Name the operators and the modules that compute longest, with their shares of all computing."""
+    found = []
+    by: Literal["operator", "module"]
+    for what, by in (("most computing", "operator"), ("by module", "module")):
+        rows = ", ".join(f"{row['name']} {format_percent(row['share'])}" for row in computing(report, by)[:2])
+        found += [f"{what}: {rows}"] if rows else []
+    return found
 
 
 def _prepared(report: ReportData) -> dict[str, Any]:

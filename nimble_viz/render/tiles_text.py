@@ -66,11 +66,12 @@ class TilesText:
         parts = [one["ns"] for one in now["rows"]] or [now["ns"]]
         shares = [*parts, *[0.0] * (5 - len(parts))]
         head = words(now["figure"], "bold").append(f"  {now['of']}", "not bold")
-        yield from row("now", [*cut(head, 1, beside), *(cut(said, 1) if said else [])], shares)
+        explained = cut(said, 1 if prepared["ns"] else 3) if said else []
+        yield from row("now", [*cut(head, 1, beside), *explained], shares)
         code = [words(line, "cyan") for line in following["code"].splitlines() if line]
         pasted = [line for one in code for line in one.wrap(console, room, overflow="fold")]
         step = cut(words(following["figure"]), 2)
-        left = _MOST - 5 - len(step) - len(pasted)
+        left = _MOST - 4 - max(len(explained), 1) - len(step) - len(pasted)
         lines = [prepared["of"], *prepared["lines"]] if prepared["of"] else prepared["lines"]
         details = cut(words("; ".join(lines)), max(left, 1))
         parts = [0.0, prepared["ns"], 0.0, 0.0, 0.0]

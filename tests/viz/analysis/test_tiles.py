@@ -121,3 +121,10 @@ def test_no_advice_is_taken_from_a_disturbed_profile(noise: float, again: bool) 
     found = tiles(replace(profile_report(), measurements=(taken,)))
     assert found["next"]["figure"].startswith("Profile again") is again
     assert found["now"]["stable"] is taken.stable
+
+
+def test_a_profile_names_what_computes_longest() -> None:
+    lines = tiles(profile_report())["now"]["lines"]
+    assert "most computing: linear 38.2%, mm 38.2%" in lines
+    assert "by module: (the model itself) 80.9%, (the optimizer) 19.1%" in lines
+    assert not any("computing" in one for one in tiles(sample_report(24))["now"]["lines"])
