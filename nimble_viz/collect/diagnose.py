@@ -96,7 +96,7 @@ _NAMES = {
 }
 """By function of torch: what users write (empty: its name), its kind, and what to do if not the usual."""
 _GENERAL = (
-    "compute it on the device, or pass it as an input",
+    "keep it a tensor (torch.where instead of if), or pass it as an input",
     "compute both and choose: torch.where(condition, a, b)",
     "keep the tensor on the device, or copy it outside the model",
     "use a form with a fixed shape (torch.where, a mask, a size argument)",
