@@ -88,8 +88,9 @@ def choose(
         singles_nbytes: what one stream of each kind of kernels holds, where that is known.
         price: what memory has to be worth; None: nothing.
         kept: returns what was chosen last, which runs on if nothing is decided.
-        on_cuda: else take the simplest of compiled kernels if nothing is decided. And of those that the host's clock
-            cannot tell apart, leave out what is expected to take longer: a disturbed host disturbs no kernel's time.
+        on_cuda: if nothing is decided and nothing was kept, take the simplest of compiled kernels. And of those that
+            the host's clock cannot tell apart, leave out what takes longer by its kernels' times, which a disturbed
+            host leaves as they are.
     """
     times = {name: one.measurement for name, one in found.items() if one.measurement is not None}
     if price is None or price.worth <= 1:

@@ -12,7 +12,16 @@ from typing import Any
 from nimble_core.scheduling.verify_capture import RawGraph, begun_by, leading_fills
 from nimble_core.utils.errors import DeviceError
 
-__all__ = ["CaptureProbe", "add_roots", "cuda_driver", "linked", "links_change", "read_graph", "zeroed_at_once"]
+__all__ = [
+    "CaptureProbe",
+    "add_roots",
+    "cuda_driver",
+    "driver_library",
+    "linked",
+    "links_change",
+    "read_graph",
+    "zeroed_at_once",
+]
 
 _PROGRAMMATIC = (1, 0, 1)
 """An edge's port of its tail, port of its head, and type, where the head is launched ahead."""
@@ -74,9 +83,14 @@ class CaptureProbe:
 
 
 @cache
+def driver_library() -> ctypes.CDLL:
+    """Return the driver's library, for what is called so often that the bindings' microseconds count."""
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+
+
+@cache
 def _nodes_of() -> Any:
-    library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    function = library.cuGraphGetNodes
+    function = driver_library().cuGraphGetNodes
     function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
     return function
 

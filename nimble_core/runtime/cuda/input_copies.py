@@ -7,14 +7,13 @@ A copy of its own costs a call 6 to 14 µs before the graph can begin (on an H20
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
-from nimble_core.runtime.cuda.graph_nodes import add_roots, cuda_driver, links_change
+from nimble_core.runtime.cuda.graph_nodes import add_roots, cuda_driver, driver_library, links_change
 from nimble_core.scheduling.verify_capture import RawGraph
 from nimble_core.utils.errors import DeviceError
 
@@ -136,7 +135,7 @@ def _likeness(buffer: torch.Tensor) -> Callable[[torch.Tensor], bool]:
 @cache
 def _functions() -> tuple[Callable[[int, int, int, int], int], Callable[[int, int, bool], int]]:
     """Return the two driver functions that calls use, by ctypes: a µs where the bindings take several."""
-    library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    library = driver_library()
     set_source, set_enabled = library.cuGraphExecMemcpyNodeSetParams, library.cuGraphNodeSetEnabled
     set_source.argtypes = (ctypes.c_void_p,) * 4
     set_enabled.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)
