@@ -88,7 +88,7 @@ def unprepared_call(
             fix=f"model.{'eval' if training else 'train'}(), or prepare again",
         )
     for engine in in_mode:
-        if engine.autocast and engine.signature.bind(args, kwargs) is not None:
+        if engine.autocast and engine.signature.bind(tuple(args), dict(kwargs)) is not None:
             return InputError(
                 f"no engine is prepared under this autocast: {engine.autocast.change()}",
                 where=f"prepared: {engine.signature}",

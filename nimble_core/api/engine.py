@@ -87,7 +87,7 @@ class Engine:
             f"Engine({self.signature}; {self.executable.schedule.policy}, {len(self.executable.schedule.stream)} calls)"
         )
 
-    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor] | None:
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
         """Return the input tensors of a call; None if it has other inputs, or is under another autocast."""
         tensors = self.signature.bind(args, kwargs)
         return None if tensors is None or (self.autocast is not None and not self.autocast.holds()) else tensors

@@ -172,7 +172,7 @@ class Nimble(WrappedModule):
                 one
                 for one in self._engines
                 if (one.mode, one.autocast) == (engine.mode, engine.autocast)
-                and one.signature.bind(args, kwargs) is not None
+                and one.signature.bind(tuple(args), dict(kwargs)) is not None
             ]
             kept = (one for one in self._engines if not any(one is other for other in replaced))
             object.__setattr__(self, "_engines", (engine, *kept))
@@ -223,7 +223,7 @@ class Nimble(WrappedModule):
         return bool(transform)
 
     def bind(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Engine, list[torch.Tensor]] | tuple[None, Sequence[torch.Tensor]]:
         """Return the engine that a call with these inputs replays, and its input tensors.
 

@@ -9,6 +9,7 @@ static void *(*data_of)(PyObject *);  // torch's own, which code that Inductor g
 static PyGetSetDef *version;          // of Tensor._version
 static PyGetSetDef *layout, *shape, *dtype, *device;
 static PyObject *dense, *plain, *parameter;
+static PyObject *is_contiguous, *stride, *is_neg;  // methods of Tensor
 static const int DEPTH = 8;
 
 // Whether containers hold the same objects. False is not certain: equal objects count as different, keys have an order.
@@ -92,18 +93,67 @@ static bool gives(PyObject *tensor, PyGetSetDef *what, PyObject *wanted) {
     return same;
 }
 
-static PyObject *same_kinds(PyObject *, PyObject *const *args, Py_ssize_t) {
-    PyObject *tensors = args[0], *kinds = args[1];
-    Py_ssize_t size = PyTuple_GET_SIZE(kinds);
-    bool same = PyList_CheckExact(tensors) && PyList_GET_SIZE(tensors) == size;
+// Its inputs, if a call has these names and kinds; else None.
+static PyObject *inputs_like(PyObject *, PyObject *const *args, Py_ssize_t) {
+    PyObject *kinds = args[0], *names = args[1], *given = args[2], *named = args[3];
+    Py_ssize_t size = PyTuple_GET_SIZE(kinds), count = size - PyTuple_GET_SIZE(names);
+    if (!PyTuple_Check(given) || !PyDict_Check(named)) return PyErr_Format(PyExc_TypeError, "a tuple and a dict");
+    if (PyTuple_GET_SIZE(given) != count || PyDict_GET_SIZE(named) != size - count) Py_RETURN_NONE;
+    PyObject *found = PyList_New(size);
+    bool same = found;
     for (Py_ssize_t i = 0; same && i < size; i++) {
-        PyObject *one = PyList_GET_ITEM(tensors, i), *kind = PyTuple_GET_ITEM(kinds, i), *type = (PyObject *)Py_TYPE(one);
+        PyObject *one = i < count ? PyTuple_GET_ITEM(given, i) : PyDict_GetItemWithError(named, PyTuple_GET_ITEM(names, i - count));
+        if (!(same = one)) break;
+        PyList_SET_ITEM(found, i, Py_NewRef(one));
+        PyObject *kind = PyTuple_GET_ITEM(kinds, i), *type = (PyObject *)Py_TYPE(one);
         same = (type == plain || type == parameter) && gives(one, layout, dense) && gives(one, shape, PyTuple_GET_ITEM(kind, 0)) &&
                gives(one, dtype, PyTuple_GET_ITEM(kind, 1)) && gives(one, device, PyTuple_GET_ITEM(kind, 2));
     }
+    if (same) return found;
+    Py_XDECREF(found);
     if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_RuntimeError)) return nullptr;
     PyErr_Clear();  // a nested tensor has no shape
-    return PyBool_FromLong(same);
+    Py_RETURN_NONE;
+}
+
+// 1 if a method of a tensor returns this object, 0 if another one.
+static int returns(PyObject *method, PyObject *tensor, PyObject *wanted) {
+    PyObject *found = PyObject_CallOneArg(method, tensor);
+    int same = !found ? -1 : found == wanted ? 1 : PyObject_RichCompareBool(found, wanted, Py_EQ);
+    Py_XDECREF(found);
+    return same;
+}
+
+static PyObject *read_from(PyObject *, PyObject *const *args, Py_ssize_t) {
+    PyObject *copies = args[1], *inputs = args[4], *strides = args[5], *reading = args[6];
+    auto set = reinterpret_cast<int (*)(void *, void *, void *, void *)>(PyLong_AsVoidPtr(args[0]));
+    void *graph = PyLong_AsVoidPtr(args[2]), *context = PyLong_AsVoidPtr(args[3]);
+    Py_ssize_t size = PyTuple_GET_SIZE(copies);
+    if (!(PyList_Check(inputs) || PyTuple_Check(inputs)) || PySequence_Fast_GET_SIZE(inputs) != size)
+        return PyErr_Format(PyExc_TypeError, "as many inputs as copies");
+    for (Py_ssize_t i = 0; i < size; i++) {
+        PyObject *one = PySequence_Fast_GET_ITEM(inputs, i), *laid_out = PyTuple_GET_ITEM(strides, i);
+        int same = laid_out == Py_None ? returns(is_contiguous, one, Py_True) : returns(stride, one, laid_out);
+        if (same > 0) same = returns(is_neg, one, Py_False);
+        if (same < 0) return nullptr;
+        if (!same) Py_RETURN_FALSE;
+    }
+    for (Py_ssize_t i = 0; i < size; i++) {
+        PyObject *copy = PyTuple_GET_ITEM(copies, i), *address;
+        void *now;
+        try {
+            now = data_of(PySequence_Fast_GET_ITEM(inputs, i));
+        } catch (...) {  // a tensor without memory
+            Py_RETURN_FALSE;
+        }
+        if (now == PyLong_AsVoidPtr(PyList_GET_ITEM(reading, i))) continue;
+        if (!(address = PyLong_FromVoidPtr(now))) return nullptr;
+        *static_cast<void **>(PyLong_AsVoidPtr(PyTuple_GET_ITEM(copy, 2))) = now;
+        int failed = set(graph, PyLong_AsVoidPtr(PyTuple_GET_ITEM(copy, 0)), PyLong_AsVoidPtr(PyTuple_GET_ITEM(copy, 1)), context);
+        PyList_SetItem(reading, i, address);
+        if (failed) Py_RETURN_FALSE;
+    }
+    Py_RETURN_TRUE;
 }
 
 static PyObject *use(PyObject *, PyObject *const *args, Py_ssize_t) {
@@ -114,11 +164,12 @@ static PyObject *use(PyObject *, PyObject *const *args, Py_ssize_t) {
         *getters[i] = reinterpret_cast<PyGetSetDescrObject *>(args[i + 1])->d_getset;
     }
     dense = Py_NewRef(args[6]), plain = Py_NewRef(args[7]), parameter = Py_NewRef(args[8]);
+    is_contiguous = Py_NewRef(args[9]), stride = Py_NewRef(args[10]), is_neg = Py_NewRef(args[11]);
     Py_RETURN_NONE;
 }
 
 #define PASS(name) {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void *>(name)), METH_FASTCALL, nullptr}
-static PyMethodDef methods[] = {PASS(same_objects), PASS(same_state), PASS(same_memory), PASS(same_versions), PASS(same_kinds),
-                                PASS(use), {}};
+static PyMethodDef methods[] = {PASS(same_objects), PASS(same_state), PASS(same_memory), PASS(same_versions),
+                                PASS(inputs_like),  PASS(read_from),  PASS(use), {}};
 static PyModuleDef module = {PyModuleDef_HEAD_INIT, "unchanged", nullptr, -1, methods};
 PyMODINIT_FUNC PyInit_unchanged() { return PyModule_Create(&module); }

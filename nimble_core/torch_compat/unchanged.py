@@ -7,6 +7,7 @@ is compiled once, in half a second, and kept in the user's cache directory; it n
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shlex
 import shutil
@@ -14,6 +15,7 @@ import stat
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from hashlib import sha256
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
@@ -34,9 +36,11 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Classes without operators of their own, which a replay would not run. Buffers are of the first class."""
 Kinds = tuple[tuple[torch.Size, torch.dtype, torch.device], ...]
 
+_METHODS = (torch.Tensor.is_contiguous, torch.Tensor.stride, torch.Tensor.is_neg)
 _forward_of, _version = attrgetter("forward"), attrgetter("_version")
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _PATIENCE_S = 60.0
+_CHANGE = ctypes.CFUNCTYPE(ctypes.c_int, *(ctypes.c_void_p,) * 4)
 
 
 class InPython:
@@ -74,8 +78,20 @@ class InPython:
         return list(map(_version, tensors)) == versions
 
     @staticmethod
-    def same_kinds(tensors: list[Any], kinds: Kinds, /) -> bool:
-        """Whether these are dense tensors without operators of their own, of these shapes, dtypes and devices."""
+    def inputs_like(
+        kinds: Kinds, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any], /
+    ) -> list[torch.Tensor] | None:
+        """Return the inputs of a call, those named so last, if they are dense tensors of these kinds; else None.
+
+        Each without operators of its own. Shapes, dtypes and devices are compared.
+        """
+        if (
+            len(args) + len(names) != len(kinds)
+            or len(kwargs) != len(names)
+            or any(name not in kwargs for name in names)
+        ):
+            return None
+        tensors = [*args, *(kwargs[name] for name in names)]
         try:
             for tensor, (shape, dtype, device) in zip(tensors, kinds, strict=True):
                 if not (
@@ -85,9 +101,43 @@ class InPython:
                     and tensor.dtype is dtype
                     and tensor.device == device
                 ):
-                    return False
+                    return None
         except RuntimeError:  # of nested tensors, which have no shape
-            return False
+            return None
+        return tensors
+
+    @staticmethod
+    def read_from(
+        change: int,
+        copies: tuple[tuple[int, int, int], ...],
+        graph: int,
+        context: int,
+        inputs: Sequence[torch.Tensor],
+        strides: tuple[tuple[int, ...] | None, ...],
+        reading: list[int],
+        /,
+    ) -> bool:
+        """Have a graph's copies read ``inputs``; False if one is laid out otherwise, or could not be changed.
+
+        Args:
+            change: address of the driver's ``cuGraphExecMemcpyNodeSetParams``.
+            copies: node, address of its parameters, and address of the source among those.
+            graph: instance of the graph.
+            context: CUDA context.
+            inputs: what each copy shall read.
+            strides: that inputs have to have; None for whatever is contiguous.
+            reading: where the copies read now; updated.
+        """
+        for given, laid_out in zip(inputs, strides, strict=True):
+            same = given.is_contiguous() if laid_out is None else given.stride() == laid_out
+            if not same or given.is_neg():
+                return False
+        for position, ((node, params, source), given) in enumerate(zip(copies, inputs, strict=True)):
+            now = given.data_ptr()
+            if now != reading[position]:
+                ctypes.c_void_p.from_address(source).value = reading[position] = now
+                if _CHANGE(change)(graph, node, params, context) != 0:
+                    return False
         return True
 
 
@@ -130,7 +180,9 @@ def compiled() -> Passes | None:
         spec = spec_from_file_location("unchanged", made, loader=ExtensionFileLoader("unchanged", str(made)))
         module = module_from_spec(cast(Any, spec))
         of = torch.Tensor
-        module.use(address, VERSION.require(), of.layout, of.shape, of.dtype, of.device, torch.strided, *PLAIN)
+        module.use(
+            address, VERSION.require(), of.layout, of.shape, of.dtype, of.device, torch.strided, *PLAIN, *_METHODS
+        )
     except (OSError, RuntimeError, subprocess.SubprocessError, ImportError, TypeError):
         return None  # slower, and right
     return cast(Passes, module)

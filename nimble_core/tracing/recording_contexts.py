@@ -208,7 +208,9 @@ class Autocast:
 
     def holds(self) -> bool:
         """Return whether this autocast is in force."""
-        return autocast_type(self.device) is self.casts
+        if torch.is_autocast_enabled(self.device):  # not by another function: each call asks
+            return torch.get_autocast_dtype(self.device) is self.casts
+        return self.casts is None
 
     def change(self) -> str:
         """Say how the autocast in force differs from this one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ __all__ = ["Signature", "require_initialised", "require_plain", "require_unchang
 
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
+Bind = Callable[[tuple[Any, ...], dict[str, Any]], list[torch.Tensor] | None]
 
 _SHOWN = 8
 """The most tensors that a message names of one signature: a cache has hundreds."""
@@ -68,7 +70,7 @@ class Signature:
         # Calls that read the memory of a complex tensor do not see that it is to be conjugated.
         self.conjugate = tuple((i, t.is_conj()) for i, t in enumerate(self.tensors) if t.is_complex())
         self._build = builder(self.structure)
-        self.bind: Callable[[Args, Kwargs], list[torch.Tensor] | None] = self._compile()
+        self.bind: Bind = self._compile()
 
     def arguments(self, tensors: Sequence[torch.Tensor] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return positional and keyword inputs around ``tensors``, by default the example's, in new containers.
@@ -82,41 +84,32 @@ class Signature:
         """Raise CaptureError if a run changed ``arguments()``, which it was given, other than by writing tensors."""
         require_unchanged(self.structure, self.tensors, (tuple(args), dict(kwargs)), self._called)
 
-    def _compile(self) -> Callable[[Args, Kwargs], list[torch.Tensor] | None]:
+    def _compile(self) -> Bind:
         assert isinstance(self.structure, Node)
         positional, keyword = self.structure.children
         assert isinstance(positional, Node)
         assert isinstance(keyword, Node)
-        metas, names, twins, conjugate = self.metas, self.names, self.twins, self.conjugate
-        read, same_kinds = reader(self.structure), passes().same_kinds
+        names, twins, conjugate = self.names, self.twins, self.conjugate
         flat = all(isinstance(child, Leaf) for child in (*positional.children, *keyword.children))
-        count, named = len(positional.children), len(names)
+        count, named, read = len(positional.children), len(names), reader(self.structure)
+        bind_plain = partial(passes().inputs_like, self.metas, names if flat else ())
+        if flat and not (twins or conjugate):
+            return bind_plain  # one function in C
 
-        def fits(tensors: list[Any]) -> bool:
-            if not same_kinds(tensors, metas):
-                return False
-            if conjugate and any(tensors[i].is_conj() != bit for i, bit in conjugate):
-                return False
-            return all(tensors[a] is tensors[b] for a, b in twins) if twins else True
-
-        def bind_flat(args: Args, kwargs: Kwargs) -> list[torch.Tensor] | None:
-            if len(args) != count or len(kwargs) != named:
-                return None
-            tensors = list(args)
-            if named:
-                try:
-                    tensors += [kwargs[name] for name in names]
-                except KeyError:
+        def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
+            if not flat:
+                if len(args) != count or len(kwargs) != named or any(name not in kwargs for name in names):
                     return None
-            return tensors if fits(tensors) else None
-
-        def bind_nested(args: Args, kwargs: Kwargs) -> list[torch.Tensor] | None:
-            if len(args) != count or len(kwargs) != named or any(name not in kwargs for name in names):
+                found = read((args, {name: kwargs[name] for name in names}))
+                if found is None:
+                    return None
+                args, kwargs = tuple(found), {}
+            tensors = bind_plain(args, kwargs)
+            if tensors is None or any(tensors[i].is_conj() != bit for i, bit in conjugate):
                 return None
-            tensors = read((tuple(args), {name: kwargs[name] for name in names}))
-            return tensors if tensors is not None and fits(tensors) else None
+            return tensors if all(tensors[a] is tensors[b] for a, b in twins) else None
 
-        return bind_flat if flat else bind_nested
+        return bind
 
     def explain(self, args: Args, kwargs: Kwargs) -> str:
         """Return the first difference from the prepared inputs, as ``"args[0]: expected …, given …"``.

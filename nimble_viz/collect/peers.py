@@ -141,7 +141,7 @@ def twin_of(model: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _bound(signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    tensors = signature.bind(args, kwargs)
+    tensors = signature.bind(tuple(args), dict(kwargs))
     if tensors is None:
         raise InputError(f"not what this was prepared for: {signature.explain(args, kwargs)}", fix="prepare again")
     return tensors

@@ -82,7 +82,7 @@ class CudaExecutable:
         self._lock = threading.Lock()
         self._linking = threading.RLock()
         self._stream: torch.cuda.Stream | None = None
-        self._stream_id = 0
+        self._stream_id, self._index = 0, device.index
 
     def run(self, inputs: Sequence[torch.Tensor], *, static: bool = False) -> list[torch.Tensor]:
         """Copy ``inputs`` in, replay on the caller's stream, return copies of the outputs (or the buffers)."""
@@ -94,7 +94,8 @@ class CudaExecutable:
             if grad:
                 set_grad_enabled(False)
             try:
-                self._follow_last_run()
+                if current_stream(self._index)[0] != self._stream_id:
+                    self._follow_last_run()
                 buffers = self.buffers
                 if self._copies is None or not self._copies.read(inputs):
                     self._copy_in(inputs)
@@ -181,7 +182,7 @@ class CudaExecutable:
 
     def _follow_last_run(self) -> None:
         # The buffers are shared by all runs: a run on another stream waits for the previous one.
-        current = current_stream(self.device.index)[0]
+        current = current_stream(self._index)[0]
         if current != self._stream_id:
             stream = torch.cuda.current_stream(self.device)
             if self._stream is not None:

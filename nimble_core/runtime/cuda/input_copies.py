@@ -15,9 +15,10 @@ import torch
 
 from nimble_core.runtime.cuda.graph_nodes import add_roots, cuda_driver, driver_library, links_change
 from nimble_core.scheduling.verify_capture import RawGraph
+from nimble_core.torch_compat.unchanged import passes
 from nimble_core.utils.errors import DeviceError
 
-__all__ = ["InputCopies", "copied_by_nodes"]
+__all__ = ["InputCopies", "copied_by_nodes", "strides_of"]
 
 _MOST = 4
 """Inputs up to which each has a node: more are copied by one launch for all."""
@@ -46,46 +47,40 @@ class InputCopies:
     """
 
     def __init__(self, buffers: Sequence[torch.Tensor], nodes: Sequence[tuple[int, Any]], context: int) -> None:
-        self._set_source, self._set_enabled = _functions()
-        self._nodes = [node for node, _ in nodes]
+        self._nodes = tuple((node, at := int(params.getPtr()), at + _Source.device.offset) for node, params in nodes)
         self._params = [params for _, params in nodes]  # keeps alive what is pointed to
-        self._at = [int(params.getPtr()) for params in self._params]
-        self._sources = [_Source.from_address(at) for at in self._at]
-        self._like = [_likeness(buffer) for buffer in buffers]
-        self._context, self._instance = context, 0
-        self._reading: list[int] = []
+        self._strides = tuple(map(strides_of, buffers))
+        self._read_from, self._context = passes().read_from, context
+        self._set_source, self._set_enabled = _functions()
+        self._on, self._instance = False, 0
+        self._reading = [0] * len(nodes)
 
     def attach(self, instance: int) -> None:
         """Change this instance of the graph from now on, in which the nodes are off at first. Raises DeviceError."""
-        self._instance = instance
+        self._instance, self._reading = instance, [0] * len(self._nodes)
         self._enable(False)
 
     def read(self, inputs: Sequence[torch.Tensor]) -> bool:
         """Have the next launches copy ``inputs``; return False, with the nodes off, where nodes cannot do that."""
-        reading = [given.data_ptr() for given in inputs]
-        if not all(like(given) for like, given in zip(self._like, inputs, strict=True)):
+        # A conjugate view is no such input (``Signature``).
+        if not self._read_from(
+            self._set_source, self._nodes, self._instance, self._context, inputs, self._strides, self._reading
+        ):
+            self._reading = [0] * len(self._nodes)  # the driver may have refused one
             self.off()
             return False
-        if reading == self._reading:
-            return True
-        for node, at, source, address in zip(self._nodes, self._at, self._sources, reading, strict=True):
-            source.device = address
-            if self._set_source(self._instance, node, at, self._context) != 0:
-                self.off()
-                return False
-        if not self._reading:
+        if not self._on:
             self._enable(True)
-        self._reading = reading
         return True
 
     def off(self) -> None:
         """Have the next launches read what the buffers hold."""
-        if self._reading:
+        if self._on:
             self._enable(False)
 
     def _enable(self, on: bool) -> None:
-        self._reading = []
-        for node in self._nodes:
+        self._on = on
+        for node, *_ in self._nodes:
             if (code := self._set_enabled(self._instance, node, on)) != 0:
                 raise DeviceError(f"cuGraphNodeSetEnabled failed: error {code}", fix="prepare the model again")
 
@@ -121,22 +116,15 @@ def _copy_onto_itself(driver: Any, buffer: torch.Tensor) -> Any:
     return params
 
 
-def _likeness(buffer: torch.Tensor) -> Callable[[torch.Tensor], bool]:
-    """Return what tells whether another tensor of this shape and dtype has the same bytes for the same values."""
-    strides = None if buffer.is_contiguous() else buffer.stride()
-
-    def like(given: torch.Tensor) -> bool:
-        same = given.is_contiguous() if strides is None else given.stride() == strides
-        return same and not given.is_neg()  # a conjugate view is no such input (``Signature``)
-
-    return like
+def strides_of(buffer: torch.Tensor) -> tuple[int, ...] | None:
+    """Return what strides another tensor of this shape and dtype has with the same bytes; None if any contiguous."""
+    return None if buffer.is_contiguous() else buffer.stride()
 
 
 @cache
-def _functions() -> tuple[Callable[[int, int, int, int], int], Callable[[int, int, bool], int]]:
-    """Return the two driver functions that calls use, by ctypes: a µs where the bindings take several."""
+def _functions() -> tuple[int, Callable[[int, int, bool], int]]:
+    """Return the address of what changes a copy, and what turns one on or off: by ctypes, without the GIL."""
     library = driver_library()
-    set_source, set_enabled = library.cuGraphExecMemcpyNodeSetParams, library.cuGraphNodeSetEnabled
-    set_source.argtypes = (ctypes.c_void_p,) * 4
+    set_enabled = library.cuGraphNodeSetEnabled
     set_enabled.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)
-    return set_source, set_enabled
+    return ctypes.cast(library.cuGraphExecMemcpyNodeSetParams, ctypes.c_void_p).value or 0, set_enabled

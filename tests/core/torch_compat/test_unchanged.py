@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 from collections import OrderedDict
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -163,8 +164,52 @@ KIND = (torch.Size([2, 3]), torch.float32, torch.device("cpu"))
     ],
 )
 def test_kinds(way: Any, tensor: Any, same: bool) -> None:
-    assert way.same_kinds([tensor], (KIND,)) is same
-    assert way.same_kinds([torch.zeros(2, 3), tensor], (KIND, KIND)) is same
+    first = torch.zeros(2, 3)
+    for found, wanted in (
+        (way.inputs_like((KIND,), (), (tensor,), {}), [tensor]),
+        (way.inputs_like((KIND, KIND), (), (first, tensor), {}), [first, tensor]),
+        (way.inputs_like((KIND, KIND), ("y",), (first,), {"y": tensor}), [first, tensor]),
+    ):
+        assert found is None if not same else [*map(id, found)] == [*map(id, wanted)]
+
+
+@ways
+def test_inputs_of_other_names_or_number(way: Any) -> None:
+    x = torch.zeros(2, 3)
+    assert way.inputs_like((KIND, KIND), ("b", "a"), (), {"a": x, "b": x}) == [x, x]
+    for args, kwargs in (((x, x), {}), ((x,), {}), ((), {"a": x}), ((), {"a": x, "c": x}), ((x,), {"a": x, "b": x})):
+        assert way.inputs_like((KIND, KIND), ("b", "a"), args, kwargs) is None
+
+
+@ways
+@given(st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=2), max_size=12), st.integers(0, 12))
+@settings(max_examples=100, deadline=None)
+def test_copies_read_where_the_inputs_are(way: Any, calls: list[list[int]], refused: int) -> None:
+    """A copy is changed where its input lies elsewhere than before; none where one is laid out otherwise."""
+    kept = [torch.rand(4, 4) for _ in range(2)]
+    inputs = [*kept, torch.rand(8, 4)[::2]]
+    sources = [(ctypes.c_uint64 * 3)() for _ in range(2)]
+    copies = tuple((i + 1, ctypes.addressof(one), ctypes.addressof(one) + 16) for i, one in enumerate(sources))
+    changed: list[tuple[int, ...]] = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, *(ctypes.c_void_p,) * 4)
+    def change(graph: int, node: int, params: int, context: int) -> int:
+        changed.append((graph, node, params, context))
+        return len(changed) == refused
+
+    reading, at = [0, 0], ctypes.cast(change, ctypes.c_void_p).value
+    for call in calls:
+        given, before = [inputs[i] for i in call], list(reading)
+        wanted = [one.data_ptr() for one in given]
+        changed_before = len(changed)
+        done = way.read_from(at, copies, 7, 8, given, (None, None), reading)
+        moved = [i for i in range(2) if 2 not in call and wanted[i] != before[i]]
+        failed = changed_before < refused <= changed_before + len(moved)
+        assert done is (2 not in call and not failed)
+        moved = moved[: refused - changed_before] if failed else moved
+        assert changed[changed_before:] == [(7, i + 1, copies[i][1], 8) for i in moved]
+        assert all(sources[i][2] == wanted[i] for i in moved)
+        assert failed or reading == (before if 2 in call else wanted)
 
 
 # -- compiling -----------------------------------------------------------------------------------------------------
