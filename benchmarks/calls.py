@@ -5,7 +5,8 @@
 The executable is replaced by one that returns outputs at once, so that what is timed is everything else: dispatch of
 the module, finding the engine, checks of inputs, parameters and modules, and making the output. Copies of inputs and
 outputs belong to the replay. ``warm``: calls follow each other, the fastest block of ten. ``cold``: 64 MiB of other
-memory are read before each call; the median. Each row is measured with the compiled passes of
+memory are read before each call; the median. ``launch``: the part of a cold call before the replay. Each row is
+measured with the compiled passes of
 ``torch_compat/unchanged.py``, where there are any, and with those in Python.
 """
 
@@ -25,6 +26,7 @@ from benchmarks.measure import block
 from nimble_core import Nimble, Options
 from nimble_core.api.engine import Engine
 from nimble_core.profiling.machine import environment
+from nimble_core.runtime.device import Quick, Ready
 from nimble_core.torch_compat import unchanged
 
 Made = tuple[nn.Module, dict[str, Any], Any]
@@ -38,10 +40,16 @@ class _AtOnce:
 
     def __init__(self, executable: Any, outputs: Sequence[torch.Tensor]) -> None:
         self._executable, self._outputs = executable, outputs
+        self.ran = 0.0
 
     def run(self, inputs: Sequence[torch.Tensor], *, static: bool = False) -> list[torch.Tensor]:
         """Return the outputs of preparation."""
+        self.ran = perf_counter()
         return list(self._outputs)
+
+    def quick(self, ready: Ready, *, static: bool) -> Quick:
+        """Return the same, as a GPU's executable does."""
+        return lambda args, kwargs: self.run(()) if ready(lambda inputs: True, args, kwargs) else None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._executable, name)
@@ -114,8 +122,8 @@ def at_once(net: Nimble) -> Engine:
     """Put an executable in place whose results are there; return the engine."""
     (engine,) = net.engines
     outputs = engine.executable.run(engine.signature.tensors, static=True)
-    engine = replace(engine, executable=cast(Any, _AtOnce(engine.executable, outputs)))
-    object.__setattr__(net, "_engines", (engine,))
+    engine = replace(engine, executable=cast(Any, _AtOnce(engine.executable, outputs)), check_first=False)
+    net._adopt((engine,))
     return engine
 
 
@@ -130,13 +138,20 @@ def measured(engine: Engine, call: Callable[[], Any], seconds: float) -> dict[st
         other.sum()
         return block(call, lambda: None, 1)
 
+    def launch() -> float:
+        other.sum()
+        began = perf_counter()
+        call()
+        return (cast(Any, engine.executable).ran - began) * 1e6
+
     return {
         "passes": "Python" if watch._passes is unchanged.InPython else "compiled",
         "tensors": len(watch._watched),
         "modules": sum(attribute == "training" for attribute in watch._attributes),
         "folded": len(watch.values._counted),
-        "warm_us": min(_samples(warm, seconds / 2)),  # what disturbs a host only adds time
-        "cold_us": median(_samples(cold, seconds / 2)),
+        "warm_us": min(_samples(warm, seconds / 3)),  # what disturbs a host only adds time
+        "cold_us": median(_samples(cold, seconds / 3)),
+        "launch_us": median(_samples(launch, seconds / 3)),
     }
 
 

@@ -275,7 +275,8 @@ class Runner:
                 texts = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
                 said = [line for line in texts.get("log", b"").decode(errors="replace").splitlines() if line.strip()]
                 if code is not None and code < 0:  # where it crashed, as faulthandler says
-                    said = [line.strip() for line in said if line.startswith("  File ")][:1] or said
+                    here = [i for i, line in enumerate(said, 1) if line.startswith("Current thread")]
+                    said = [" < ".join(map(str.strip, said[here[0] : here[0] + 3]))] if here else said[:1]
                 ended = "stopped" if self.stopped else f"killed after {limit_s:g} s" if late else f"ended with {code}"
                 records = map(msgspec.json.Decoder(Record).decode, texts.get("records", b"").split(b"\n")[:-1])
                 yield list(records), "" if code == 0 else ": ".join([ended, *said[-1:]])[:400]

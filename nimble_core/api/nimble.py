@@ -15,6 +15,7 @@ from nimble_core.api.background import Background, InBackground
 from nimble_core.api.call_mistakes import model_name, refuse_options, unprepared_call
 from nimble_core.api.engine import Engine
 from nimble_core.api.prepare_engine import prepare_inference, prepare_training
+from nimble_core.api.quick_call import quick_call
 from nimble_core.api.wrapped_module import WrappedModule
 from nimble_core.guards.transforms import transform_of, transforming
 from nimble_core.ir.program import KernelChoice
@@ -70,7 +71,7 @@ class Nimble(WrappedModule):
         require_options(options)
         super().__init__(model)
         object.__setattr__(self, "_options", options)
-        object.__setattr__(self, "_engines", ())
+        self._adopt(())
         object.__setattr__(self, "_swapping", threading.Lock())
         object.__setattr__(self, "_said", set())
         object.__setattr__(self, "_later", InBackground())
@@ -175,9 +176,15 @@ class Nimble(WrappedModule):
                 and one.signature.bind(tuple(args), dict(kwargs)) is not None
             ]
             kept = (one for one in self._engines if not any(one is other for other in replaced))
-            object.__setattr__(self, "_engines", (engine, *kept))
+            self._adopt((engine, *kept))
         for one in replaced:
             one.close()
+
+    def _adopt(self, engines: tuple[Engine, ...]) -> None:
+        static = self._options.outputs == "static"
+        quick = (quick_call(engine, self._model, static=static) for engine in engines)
+        object.__setattr__(self, "_engines", engines)
+        object.__setattr__(self, "_quick", tuple(call for call in quick if call is not None))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the engine that was prepared for inputs like these, under the autocast that is in force.
@@ -189,6 +196,10 @@ class Nimble(WrappedModule):
                 inputs are part of a transform of ``torch.func`` or of forward-mode AD, and ``on_new_shape`` is not
                 ``"eager"``; or share memory that the model writes.
         """
+        if not self._later.pending:
+            for quick in self._quick:
+                if (outputs := quick(args, kwargs)) is not None:
+                    return outputs
         if recording_here() or (transforming() and self._transformed(args, kwargs)):
             return self._model(*args, **kwargs)
         if self._later.pending:
@@ -309,7 +320,7 @@ class Nimble(WrappedModule):
         self._later.cancel()
         with self._swapping:
             engines = self._engines
-            object.__setattr__(self, "_engines", ())
+            self._adopt(())
             if engines:
                 object.__setattr__(self, "_freed", tuple(engine.backward is not None for engine in engines))
         for engine in engines:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from nimble_core.tracing.recording import Recording
     from nimble_core.tracing.signature import Signature
 
-__all__ = ["Device", "Executable", "PlacementError", "Timed"]
+__all__ = ["Device", "Executable", "PlacementError", "Quick", "Ready", "Timed"]
 
 Timed = Callable[[], object] | tuple[Callable[[], object], ...]
 """A call; or several, side by side."""
@@ -29,6 +29,12 @@ Timed = Callable[[], object] | tuple[Callable[[], object], ...]
 
 class PlacementError(NimbleError):
     """A call did not allocate what was planned; the device has learned not to place it: plan again."""
+
+
+Ready = Callable[[Callable[[Sequence["torch.Tensor"]], bool], tuple[Any, ...], dict[str, Any]], bool]
+"""Says whether a call, given as its inputs, is as usual, and hands its tensors to what reads them."""
+Quick = Callable[[tuple[Any, ...], dict[str, Any]], "list[torch.Tensor] | None"]
+"""Returns the outputs of a call; None, without having run, where it is not as usual."""
 
 
 class Executable(Protocol):
@@ -54,6 +60,9 @@ class Executable(Protocol):
         Asynchronous where the device is. With ``static`` the outputs are the executable's own buffers, overwritten by
         the next run, where it has such buffers; otherwise they belong to the caller.
         """
+
+    def quick(self, ready: Ready, *, static: bool) -> Quick | None:
+        """Return what runs calls that are as usual, in fewer steps than ``run``; None if there is no such way."""
 
     def replay(self) -> None:
         """Run once more on the inputs it holds, outputs left in place: what the schedule costs by itself."""

@@ -14,7 +14,7 @@ from nimble_core.ir.costs import Costs
 from nimble_core.ir.program import Call, Program
 from nimble_core.ir.schedule import Schedule, SyncCounts
 from nimble_core.ir.timeline import Observation, Timeline
-from nimble_core.runtime.device import Executable, Timed
+from nimble_core.runtime.device import Executable, Ready, Timed
 from nimble_core.scheduling.memory_planner import MemoryPlan
 from nimble_core.scheduling.memory_requirements import Layout, lay_out
 from nimble_core.scheduling.simulator import EXACT, DeviceModel, simulate
@@ -214,6 +214,9 @@ class FakeExecutable:
         outputs = issue(inputs)
         self._device.advance(self.timeline.length_ns)
         return outputs
+
+    def quick(self, ready: Ready, *, static: bool) -> None:
+        """Return None: nothing is run."""
 
     def replay(self) -> None:
         """Run once more on the inputs of preparation."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.autograd import forward_ad
@@ -140,6 +141,5 @@ private(
 _forward_ad = vars(forward_ad)
 
 
-def forward_ad_level() -> int:
-    """How deep forward-mode AD is nested now; -1 outside of it, 0 where this torch does not say."""
-    return int(_forward_ad.get("_current_level", 0))
+forward_ad_level = cast("Callable[[], int]", partial(_forward_ad.get, "_current_level", 0))
+"""How deep forward-mode AD is nested now; -1 outside of it, 0 where this torch does not say."""

@@ -125,13 +125,14 @@ static int returns(PyObject *method, PyObject *tensor, PyObject *wanted) {
 }
 
 static PyObject *read_from(PyObject *, PyObject *const *args, Py_ssize_t) {
-    PyObject *copies = args[1], *inputs = args[4], *strides = args[5], *reading = args[6];
+    PyObject *copies = args[1], *strides = args[4], *reading = args[5], *inputs = args[6];
     auto set = reinterpret_cast<int (*)(void *, void *, void *, void *)>(PyLong_AsVoidPtr(args[0]));
     void *graph = PyLong_AsVoidPtr(args[2]), *context = PyLong_AsVoidPtr(args[3]);
     Py_ssize_t size = PyTuple_GET_SIZE(copies);
     if (!(PyList_Check(inputs) || PyTuple_Check(inputs)) || PySequence_Fast_GET_SIZE(inputs) != size)
         return PyErr_Format(PyExc_TypeError, "as many inputs as copies");
     for (Py_ssize_t i = 0; i < size; i++) {
+        if (!PyLong_AsVoidPtr(PyList_GET_ITEM(reading, i))) Py_RETURN_FALSE;
         PyObject *one = PySequence_Fast_GET_ITEM(inputs, i), *laid_out = PyTuple_GET_ITEM(strides, i);
         int same = laid_out == Py_None ? returns(is_contiguous, one, Py_True) : returns(stride, one, laid_out);
         if (same > 0) same = returns(is_neg, one, Py_False);
@@ -150,10 +151,30 @@ static PyObject *read_from(PyObject *, PyObject *const *args, Py_ssize_t) {
         if (!(address = PyLong_FromVoidPtr(now))) return nullptr;
         *static_cast<void **>(PyLong_AsVoidPtr(PyTuple_GET_ITEM(copy, 2))) = now;
         int failed = set(graph, PyLong_AsVoidPtr(PyTuple_GET_ITEM(copy, 0)), PyLong_AsVoidPtr(PyTuple_GET_ITEM(copy, 1)), context);
+        if (failed) {
+            Py_DECREF(address);
+            Py_RETURN_FALSE;
+        }
         PyList_SetItem(reading, i, address);
-        if (failed) Py_RETURN_FALSE;
     }
     Py_RETURN_TRUE;
+}
+
+// Inputs are bound and read if all that is asked has its usual answer.
+static PyObject *ready(PyObject *, PyObject *const *args, Py_ssize_t) {
+    PyObject *asked = args[0], *answers = args[1], *bind = args[2], *read = args[3], *given = args[4], *named = args[5];
+    for (Py_ssize_t i = 0, size = PyTuple_GET_SIZE(asked); i < size; i++) {
+        PyObject *answer = PyObject_CallNoArgs(PyTuple_GET_ITEM(asked, i)), *usual = PyTuple_GET_ITEM(answers, i);
+        int same = !answer ? -1 : answer == usual ? 1 : PyObject_RichCompareBool(answer, usual, Py_EQ);
+        Py_XDECREF(answer);
+        if (same < 0) return nullptr;
+        if (!same) Py_RETURN_FALSE;
+    }
+    PyObject *inputs = PyObject_CallFunctionObjArgs(bind, given, named, nullptr);
+    if (!inputs) return nullptr;
+    PyObject *done = inputs == Py_None ? Py_NewRef(Py_False) : PyObject_CallOneArg(read, inputs);
+    Py_DECREF(inputs);
+    return done;
 }
 
 static PyObject *use(PyObject *, PyObject *const *args, Py_ssize_t) {
@@ -170,6 +191,6 @@ static PyObject *use(PyObject *, PyObject *const *args, Py_ssize_t) {
 
 #define PASS(name) {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void *>(name)), METH_FASTCALL, nullptr}
 static PyMethodDef methods[] = {PASS(same_objects), PASS(same_state), PASS(same_memory), PASS(same_versions),
-                                PASS(inputs_like),  PASS(read_from),  PASS(use), {}};
+                                PASS(inputs_like),  PASS(read_from), PASS(ready),  PASS(use), {}};
 static PyModuleDef module = {PyModuleDef_HEAD_INIT, "unchanged", nullptr, -1, methods};
 PyMODINIT_FUNC PyInit_unchanged() { return PyModule_Create(&module); }

@@ -1,8 +1,9 @@
-"""Are many objects what they were? In one pass each: compiled where the machine has a C++ compiler, else in Python.
+"""What each call asks and does, in one pass each: compiled where the machine has a C++ compiler, else in Python.
 
-A call asks this of every parameter and module. Loops in C over Python's own functions (``map``) take 0.03 to 0.07 µs
-for each, most of it for integers that are made and thrown away; ``unchanged.cpp`` makes none, and takes a fraction. It
-is compiled once, in half a second, and kept in the user's cache directory; it needs Python's headers, none of torch's.
+Are all parameters and modules what they were? Are the inputs like those that were prepared, and where do they lie?
+Loops in C over Python's own functions (``map``) take 0.03 to 0.07 µs for each tensor, most of it for integers that are
+made and thrown away; ``unchanged.cpp`` makes none, and takes a fraction. It is compiled once, in half a second, and
+kept in the user's cache directory; it needs Python's headers, none of torch's.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import stat
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
@@ -112,9 +113,9 @@ class InPython:
         copies: tuple[tuple[int, int, int], ...],
         graph: int,
         context: int,
-        inputs: Sequence[torch.Tensor],
         strides: tuple[tuple[int, ...] | None, ...],
         reading: list[int],
+        inputs: Sequence[torch.Tensor],
         /,
     ) -> bool:
         """Have a graph's copies read ``inputs``; False if one is laid out otherwise, or could not be changed.
@@ -124,10 +125,12 @@ class InPython:
             copies: node, address of its parameters, and address of the source among those.
             graph: instance of the graph.
             context: CUDA context.
-            inputs: what each copy shall read.
             strides: that inputs have to have; None for whatever is contiguous.
-            reading: where the copies read now; updated.
+            reading: where the copies read now, updated; 0 for one that is off.
+            inputs: what each copy shall read.
         """
+        if not all(reading):
+            return False
         for given, laid_out in zip(inputs, strides, strict=True):
             same = given.is_contiguous() if laid_out is None else given.stride() == laid_out
             if not same or given.is_neg():
@@ -135,10 +138,27 @@ class InPython:
         for position, ((node, params, source), given) in enumerate(zip(copies, inputs, strict=True)):
             now = given.data_ptr()
             if now != reading[position]:
-                ctypes.c_void_p.from_address(source).value = reading[position] = now
+                ctypes.c_void_p.from_address(source).value = now
                 if _CHANGE(change)(graph, node, params, context) != 0:
                     return False
+                reading[position] = now
         return True
+
+    @staticmethod
+    def ready(
+        asked: tuple[Callable[[], Any], ...],
+        answers: tuple[Any, ...],
+        bind: Callable[[tuple[Any, ...], dict[str, Any]], list[torch.Tensor] | None],
+        read: Callable[[list[torch.Tensor]], bool],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        /,
+    ) -> bool:
+        """Bind a call's inputs and have them read, if all that is ``asked`` gives its usual answer; False if not."""
+        if any(ask() != answer for ask, answer in zip(asked, answers, strict=True)):
+            return False
+        inputs = bind(args, kwargs)
+        return inputs is not None and read(inputs)
 
 
 Passes = type[InPython]  # or a compiled module with the same functions

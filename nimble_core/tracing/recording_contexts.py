@@ -41,6 +41,10 @@ _recording: set[int] = set()
 """Threads that record."""
 
 
+recordings_under_way: Callable[[], int] = _recording.__len__
+"""How many threads are recording."""
+
+
 def recording_here() -> bool:
     """Return whether this thread is recording: a prepared model inside must then run call by call."""
     return bool(_recording) and threading.get_ident() in _recording

@@ -6,6 +6,7 @@ import ctypes
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -13,6 +14,7 @@ from nimble_core.ir.schedule import Schedule
 from nimble_core.runtime.cuda.graph_nodes import linked
 from nimble_core.runtime.cuda.input_copies import InputCopies
 from nimble_core.runtime.cuda.memory import CudaArena
+from nimble_core.runtime.device import Quick, Ready
 from nimble_core.scheduling.verify_capture import RawGraph, emitted_counts
 from nimble_core.torch_compat.autograd import set_grad_enabled
 from nimble_core.torch_compat.cuda import current_stream
@@ -107,6 +109,27 @@ class CudaExecutable:
             finally:
                 if grad:
                     set_grad_enabled(True)
+
+    def quick(self, ready: Ready, *, static: bool) -> Quick | None:
+        """Return runs whose inputs nodes copy, on the stream of the last run."""
+        copies, lock = self._copies, self._lock
+        if copies is None or self._written:
+            return None
+
+        def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
+            with lock:
+                graph = self.graph
+                if (
+                    graph is None
+                    or current_stream(self._index)[0] != self._stream_id
+                    or not ready(copies.read_on, args, kwargs)
+                ):
+                    return None
+                with launching:
+                    graph.replay()
+                return list(self.outputs) if static else [output.clone() for output in self.outputs]
+
+        return run
 
     def _copy_in(self, inputs: Sequence[torch.Tensor]) -> None:
         buffers = self.buffers

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from nimble_core.utils.errors import DeviceError
 
 __all__ = ["InputCopies", "copied_by_nodes", "strides_of"]
 
+_OFF, _NOWHERE = 0, 1
+"""No addresses: of a node that is off, and of one that is about to be set."""
 _MOST = 4
 """Inputs up to which each has a node: more are copied by one launch for all."""
 
@@ -50,36 +52,40 @@ class InputCopies:
         self._nodes = tuple((node, at := int(params.getPtr()), at + _Source.device.offset) for node, params in nodes)
         self._params = [params for _, params in nodes]  # keeps alive what is pointed to
         self._strides = tuple(map(strides_of, buffers))
-        self._read_from, self._context = passes().read_from, context
         self._set_source, self._set_enabled = _functions()
-        self._on, self._instance = False, 0
-        self._reading = [0] * len(nodes)
+        self._context, self._instance = context, 0
+        self._reading = [_OFF] * len(nodes)
+        self.read_on: Callable[[Sequence[torch.Tensor]], bool] = lambda inputs: False
+        """``read`` where nodes are on already; returns False, and leaves them as they are, where they are not."""
 
     def attach(self, instance: int) -> None:
         """Change this instance of the graph from now on, in which the nodes are off at first. Raises DeviceError."""
-        self._instance, self._reading = instance, [0] * len(self._nodes)
+        self._instance = instance
+        self.read_on = partial(
+            passes().read_from, self._set_source, self._nodes, instance, self._context, self._strides, self._reading
+        )
         self._enable(False)
 
     def read(self, inputs: Sequence[torch.Tensor]) -> bool:
         """Have the next launches copy ``inputs``; return False, with the nodes off, where nodes cannot do that."""
-        # A conjugate view is no such input (``Signature``).
-        if not self._read_from(
-            self._set_source, self._nodes, self._instance, self._context, inputs, self._strides, self._reading
-        ):
-            self._reading = [0] * len(self._nodes)  # the driver may have refused one
-            self.off()
+        off = _OFF in self._reading
+        if off:
+            self._reading[:] = [_NOWHERE] * len(self._nodes)
+        if not self.read_on(inputs):  # a conjugate view is no such input (``Signature``)
+            self._enable(False)
             return False
-        if not self._on:
+        if off:
             self._enable(True)
         return True
 
     def off(self) -> None:
         """Have the next launches read what the buffers hold."""
-        if self._on:
+        if _OFF not in self._reading:
             self._enable(False)
 
     def _enable(self, on: bool) -> None:
-        self._on = on
+        if not on:
+            self._reading[:] = [_OFF] * len(self._nodes)
         for node, *_ in self._nodes:
             if (code := self._set_enabled(self._instance, node, on)) != 0:
                 raise DeviceError(f"cuGraphNodeSetEnabled failed: error {code}", fix="prepare the model again")

@@ -24,6 +24,7 @@ from nimble_core.tracing.recording import Recording, rewinding
 from nimble_core.utils.errors import DeviceError, NimbleError, first_line
 
 if TYPE_CHECKING:
+    from nimble_core.runtime.device import Ready
     from nimble_core.tracing.signature import Signature
 
 __all__ = ["HostExecutable", "WholeExecutable"]
@@ -75,6 +76,9 @@ class HostExecutable:
                     for position in self._written:
                         given[position].copy_(inputs[position])
         return outputs
+
+    def quick(self, ready: Ready, *, static: bool) -> None:
+        """Return None: a run takes longer than what is asked before it."""
 
     def replay(self) -> None:
         """Run once more on the inputs of preparation."""
@@ -184,6 +188,9 @@ class WholeExecutable:
         with torch.no_grad():
             tensors, _ = flatten(model(*args, **kwargs), what="output")
             return list(tensors) if static else [tensor.clone() for tensor in tensors]
+
+    def quick(self, ready: Ready, *, static: bool) -> None:
+        """Return None: a run takes longer than what is asked before it."""
 
     def replay(self) -> None:
         """Run once more on the inputs of preparation."""

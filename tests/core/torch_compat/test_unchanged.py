@@ -197,19 +197,38 @@ def test_copies_read_where_the_inputs_are(way: Any, calls: list[list[int]], refu
         changed.append((graph, node, params, context))
         return len(changed) == refused
 
-    reading, at = [0, 0], ctypes.cast(change, ctypes.c_void_p).value
+    assert not way.read_from(0, copies, 7, 8, (None, None), [1, 0], kept)  # off
+    reading, at = [1, 1], ctypes.cast(change, ctypes.c_void_p).value
     for call in calls:
         given, before = [inputs[i] for i in call], list(reading)
         wanted = [one.data_ptr() for one in given]
         changed_before = len(changed)
-        done = way.read_from(at, copies, 7, 8, given, (None, None), reading)
+        done = way.read_from(at, copies, 7, 8, (None, None), reading, given)
         moved = [i for i in range(2) if 2 not in call and wanted[i] != before[i]]
         failed = changed_before < refused <= changed_before + len(moved)
         assert done is (2 not in call and not failed)
-        moved = moved[: refused - changed_before] if failed else moved
-        assert changed[changed_before:] == [(7, i + 1, copies[i][1], 8) for i in moved]
-        assert all(sources[i][2] == wanted[i] for i in moved)
-        assert failed or reading == (before if 2 in call else wanted)
+        asked = moved[: refused - changed_before] if failed else moved
+        assert changed[changed_before:] == [(7, i + 1, copies[i][1], 8) for i in asked]
+        assert all(sources[i][2] == wanted[i] for i in asked)
+        done_at = asked[:-1] if failed else asked  # what was refused reads where it did
+        assert reading == [wanted[i] if i in done_at else before[i] for i in range(2)]
+
+
+@ways
+def test_ready_is_only_what_answers_as_usual(way: Any) -> None:
+    read: list[Any] = []
+    asked = (lambda: 1, lambda: "a")
+
+    def ready(answers: Any, bound: Any, given: Any = (1,)) -> Any:
+        return way.ready(asked, answers, lambda args, kwargs: bound, lambda one: read.append(one) or True, given, {})
+
+    assert ready((1, "a"), [5]) is True
+    assert read == [[5]]
+    assert ready((1, "b"), [5]) is ready((2, "a"), [5]) is ready((1, "a"), None) is False
+    assert read == [[5]]
+    with pytest.raises(ZeroDivisionError):
+        way.ready((lambda: 1 / 0,), (0,), None, None, (), {})
+    assert way.ready((), (), lambda args, kwargs: [args, kwargs], lambda one: one == [(3,), {"a": 4}], (3,), {"a": 4})
 
 
 # -- compiling -----------------------------------------------------------------------------------------------------

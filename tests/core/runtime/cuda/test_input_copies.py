@@ -33,7 +33,7 @@ def test_what_is_alike_has_the_same_bytes(sizes: list[int], seed: int) -> None:
     other = laid_out.reshape([buffer.shape[dim] for dim in order]).permute(*(order.index(dim) for dim in dims))
     source = (ctypes.c_uint64 * 1)()
     copies = ((0, 0, ctypes.addressof(source)),)
-    if all(way.read_from(AGREES, copies, 0, 0, [other], (strides_of(buffer),), [0]) for way in WAYS):
+    if all(way.read_from(AGREES, copies, 0, 0, (strides_of(buffer),), [1], [other]) for way in WAYS):
         assert source[0] == other.data_ptr()
         start = other.storage_offset() * other.itemsize
         there = bytes(other.untyped_storage())[start : start + other.nbytes]
