@@ -69,10 +69,19 @@ def listener() -> Any | None:
         import nvtx
 
         domain = nvtx.get_domain(DOMAIN)
-        # Where nobody listens it is a dummy, of another class.
-        return domain if nvtx.enabled() and isinstance(domain, nvtx.Domain) else None
+        if not nvtx.enabled() or isinstance(domain, nvtx.Domain):
+            return domain if nvtx.enabled() else None
     except (ImportError, AttributeError):  # not installed, or older than domains
         return None
+    # Where nobody listens it is a dummy, of another class.
+    if os.environ.get("NVTX_INJECTION64_PATH"):  # set by the tool
+        from nimble_core.tracing.provenance import warn  # which needs torch
+
+        warn(
+            "a tool is attached, but the nvtx package does not find that it listens, so there are no ranges. "
+            "Nsight Systems 2024.2 and older do not tell nvtx 0.2.12 and later. Use a newer one"
+        )
+    return None
 
 
 def colour(stream: int | None) -> int:

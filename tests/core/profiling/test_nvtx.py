@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +129,15 @@ UNTOUCHED = ENGINE.replace("DEVICE", "'cpu'") + (
     "executable = Nimble(model, options).prepare(x).engines[0].executable\n"
     "print(json.dumps([listener() is None, 'run' in vars(executable), 'replay' in vars(executable)]))\n"
 )
+
+
+def test_a_tool_that_is_not_heard_is_warned_of(tmp_path: Path) -> None:
+    """As under Nsight Systems 2024.2, of which nvtx 0.2.12 and later do not know whether it listens."""
+    environment = {**os.environ, "NVTX_INJECTION64_PATH": str(tmp_path / "no-such-tool.so")}
+    command = [sys.executable, "-c", UNTOUCHED]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [True, False, False]
+    assert "does not find that it listens" in done.stderr
 
 
 @pytest.mark.parametrize(
