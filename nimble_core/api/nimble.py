@@ -29,6 +29,7 @@ from nimble_core.tracing.side_effects import requirements_kept
 from nimble_core.training.autograd_function import Backward
 from nimble_core.utils.errors import DeviceError, InputError
 from nimble_core.utils.gc_pause import collector_paused
+from nimble_core.utils.tracebacks import short_traceback
 
 __all__ = ["Nimble"]
 
@@ -86,6 +87,7 @@ class Nimble(WrappedModule):
         """What became of each ``prepare(..., background=True)``, in order."""
         return self._later.begun  # type: ignore[no-any-return]  # what a module's attributes are, types do not know
 
+    @short_traceback
     def prepare(
         self, *args: Any, training: bool = False, plan: Plan | None = None, background: bool = False, **kwargs: Any
     ) -> Nimble:

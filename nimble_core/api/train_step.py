@@ -31,6 +31,7 @@ from nimble_core.training.loss_checks import require_no_class, require_no_target
 from nimble_core.training.optimizer import CapturedOptimizer
 from nimble_core.training.whole_step import Result, Turn, WholeStep
 from nimble_core.utils.errors import DeviceError, InputError
+from nimble_core.utils.tracebacks import short_traceback
 
 __all__ = ["TrainStep", "require_arguments"]
 
@@ -151,6 +152,7 @@ class TrainStep:
             self._last = self._last()
         return self._last
 
+    @short_traceback
     def prepare(self, inputs: Any, targets: Any = None, *, plan: Plan | None = None) -> TrainStep:
         """Record, schedule and capture the step for data like these; returns self.
 

@@ -13,12 +13,13 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nimble_core.scheduling.options import Options
 from nimble_core.utils.errors import CaptureError, InputError, NimbleError, ReportFileError
+from nimble_core.utils.tracebacks import full_tracebacks
 from nimble_viz.analysis.gate import Rules
 from nimble_viz.analysis.labels import visible
 from nimble_viz.cli.arguments import add_options, option_values
@@ -53,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     given = _parser().parse_args(argv)
     try:
-        return int(given.run(given))
+        with full_tracebacks() if given.traceback else nullcontext():
+            return int(given.run(given))
     except NimbleError as error:
         if given.traceback:
             raise

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from nimble_core.scheduling.options import Options
 from nimble_core.scheduling.policies import POLICIES
 from nimble_core.utils.errors import InputError, NimbleError
 from nimble_core.utils.interrupts import interrupts_postponed
+from nimble_core.utils.tracebacks import full_tracebacks
 from nimble_core.utils.units import format_percent
 from nimble_viz.analysis.tiles import verdict
 from nimble_viz.cli.arguments import Expression, comparing, keywords, option_values, profiling, split
@@ -213,7 +214,8 @@ class _Magic:
 def _presented(shell: InteractiveShell, *, whole: bool = False, by_user: bool = False) -> Iterator[None]:
     """Show errors without our frames, ours as their message unless ``by_user``: the user's code runs inside."""
     try:
-        yield
+        with full_tracebacks() if whole else nullcontext():
+            yield
     except (Exception, KeyboardInterrupt) as error:
         if not whole and not hasattr(error, "_render_traceback_"):
             message_only = isinstance(error, NimbleError) and not by_user

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Never
 
 from nimble_core.scheduling.options import Options, require_flag, require_options
 from nimble_core.utils.errors import InputError
+from nimble_core.utils.tracebacks import short_traceback
 from nimble_viz.collect.progress import Progress, default_progress
 from nimble_viz.collect.sources import pass_over_machinery
 from nimble_viz.collect.suggestions import keyword_inputs, refuse_unknown
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["compare"]
 
 
+@short_traceback
 def compare(
     model: Callable[..., Any],
     *args: Any,

@@ -37,6 +37,7 @@ from nimble_core.tracing.side_effects import requirements_kept, run_preserved
 from nimble_core.tracing.signature import Signature, require_plain
 from nimble_core.tracing.static_check import on_other_values
 from nimble_core.utils.errors import InputError, NimbleError, NotStaticError, first_line
+from nimble_core.utils.tracebacks import short_traceback
 from nimble_viz.collect.sources import pass_over_machinery, text_of
 from nimble_viz.collect.suggestions import keyword_inputs, refuse_unknown
 from nimble_viz.render.diagnosis import Blocker, Diagnosis
@@ -105,6 +106,7 @@ _GENERAL = (
 """Remedies that a recording gives for any such call. Its other remedies are better than the tables above."""
 
 
+@short_traceback
 def diagnose(
     model: Callable[..., Any],
     *args: Any,

@@ -13,6 +13,7 @@ from nimble_core.profiling.machine import environment
 from nimble_core.scheduling.options import Options, require_options
 from nimble_core.scheduling.verify_schedule import check_schedule
 from nimble_core.utils.errors import InputError
+from nimble_core.utils.tracebacks import short_traceback
 from nimble_viz.collect.progress import Progress
 from nimble_viz.collect.sources import pass_over_machinery, read_sources
 from nimble_viz.collect.suggestions import keyword_inputs, refuse_unknown
@@ -28,6 +29,7 @@ __all__ = ["plan"]
 _TARGETS = ("cuda", "cpu")
 
 
+@short_traceback
 def plan(
     model: Callable[..., Any],
     *args: Any,
