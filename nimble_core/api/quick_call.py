@@ -34,12 +34,13 @@ def quick_call(engine: Engine, model: Callable[..., Any], *, static: bool) -> Qu
     if engine.check_first or engine.writes or engine.passed_on or (engine.backward, engine.apart) != (None, None):
         return None
     attributes = getattr(model, "__dict__", {})
+    elsewhere = None if hasattr(model, "training") else False  # a mode that is kept elsewhere is not usual
     usual: list[tuple[Callable[[], Any], Any]] = [
         (recordings_under_way, 0),
         (transforms_active, False),
         (forward_ad_level, -1),
         (torch.is_grad_enabled, False),  # else tensors that require gradients are warned of
-        (partial(attributes.get, "training", False), engine.mode),  # a property is not found, and no usual answer
+        (partial(attributes.get, "training", elsewhere), engine.mode),
     ]
     if (autocast := engine.autocast) is not None:
         usual.append((partial(torch.is_autocast_enabled, autocast.device), autocast.casts is not None))

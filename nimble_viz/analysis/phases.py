@@ -140,6 +140,8 @@ BOUNDS = {
     "host": ("host-bound", "the device idle while the host runs Python, dispatches and launches"),
 }
 """What an iteration can be bound by: key, verdict, meaning."""
+_ALIKE = 0.05
+"""Of an iteration: what differs by less changes places from one profile to the next."""
 
 ABSENT = (
     ("Streams, plans and the operator DAG", "a profile sees operators go by, not the tensors that make them wait"),
@@ -160,7 +162,7 @@ def spent(report: ReportData) -> dict[str, Any] | None:
     if report.sampling is None and not any(ns.values()):
         return None
     total = sum(ns.values()) or 1.0
-    most = max(ns, key=lambda key: ns[key])
+    most, second, *_ = sorted(ns, key=lambda key: -ns[key])
     host = report.environment.device != "cuda"
     rows = [
         {
@@ -172,7 +174,9 @@ def spent(report: ReportData) -> dict[str, Any] | None:
         }
         for key in BOUNDS
     ]
-    verdict = "compute-bound" if host and most == "device" else BOUNDS[most][0]
+    words = {key: "compute-bound" if host and key == "device" else BOUNDS[key][0] for key in (most, second)}
+    alike = ns[most] - ns[second] < _ALIKE * total
+    verdict = f"between {words[most]} and {words[second]}" if alike else words[most]
     return {"bound": most, "verdict": verdict, "basis": basis, "rows": rows}
 
 

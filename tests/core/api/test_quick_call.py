@@ -117,6 +117,27 @@ def test_transforms_other_modes_and_other_inputs() -> None:
 
 
 @torch.no_grad()
+def test_a_mode_that_is_kept_elsewhere_is_asked_for_the_long_way() -> None:
+    modes = [False]
+
+    class Keeps:
+        training = property(lambda self: modes[0])
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+    net, runs = quickened(Keeps(), X)
+    assert torch.equal(net(X), X + 1)
+    modes[0] = True
+    with pytest.raises(InputError, match="mode"):
+        net(X)
+    assert runs.quick_runs == 0
+    function, runs = quickened(lambda x: x + 1, X)
+    assert torch.equal(function(X), X + 1)
+    assert runs.quick_runs == 1
+
+
+@torch.no_grad()
 def test_a_changed_model_is_noticed_and_folded_weights_are_followed() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).eval()
     x = torch.rand(1, 3, 5, 5)

@@ -35,6 +35,7 @@ def test_the_verdict_is_the_largest_share(report: Report) -> None:
     assert "the host waits for the device 2 times in it" in told
     assert "input-bound: host 10.0%" in verdict(with_bound(report, 60, 30, 10))
     assert "device-bound: host 20.0%" in verdict(with_bound(report, 30, 50, 20))
+    assert "between device-bound and host-bound: host 48.0%" in verdict(with_bound(report, 0, 52, 48))
     host = replace(report, environment=replace(report.environment, device="cpu"))
     assert "compute-bound: host 20.0% (20 ns), computing 50.0%" in verdict(with_bound(host, 30, 50, 20))
     assert "waits for" not in verdict(host)
