@@ -28,6 +28,8 @@ __all__ = ["CudaExecutable", "free_ended"]
 
 _ENDED: list[tuple[torch.device, torch.cuda.CUDAGraph, CudaArena | None, object, object]] = []
 """Device, graph, arena, and what they used, of executables that were closed."""
+_NO_STREAM = -1
+"""What no stream is called: the default one is 0."""
 _PATIENCE_S = 1.0
 """How long an engine that is closed waits for a capture of another thread to end."""
 
@@ -84,7 +86,7 @@ class CudaExecutable:
         self._lock = threading.Lock()
         self._linking = threading.RLock()
         self._stream: torch.cuda.Stream | None = None
-        self._stream_id, self._index = 0, device.index
+        self._stream_id, self._index = _NO_STREAM, device.index
 
     def run(self, inputs: Sequence[torch.Tensor], *, static: bool = False) -> list[torch.Tensor]:
         """Copy ``inputs`` in, replay on the caller's stream, return copies of the outputs (or the buffers)."""

@@ -212,6 +212,29 @@ def test_calls_from_several_streams_and_threads(wide: Wide) -> None:
 
 
 @torch.no_grad()
+def test_a_call_on_another_stream_follows_one_on_the_default_stream() -> None:
+    weight = torch.randn(2048, 2048, device="cuda") / 45
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(30):  # some ms
+            x = x @ weight
+        return x
+
+    net = Nimble(model, UNFUSED).prepare(weight)
+    given = [torch.randn(2048, 2048, device="cuda") for _ in range(6)]
+    wanted, side = [model(x) for x in given], torch.cuda.Stream()
+    torch.cuda.synchronize()
+    for at in range(0, 6, 2):
+        with torch.cuda.stream(torch.cuda.default_stream()):
+            first = net(given[at])
+        with torch.cuda.stream(side):
+            second = net(given[at + 1])
+        torch.cuda.synchronize()
+        assert torch.allclose(first, wanted[at], rtol=0.01, atol=0.01)
+        assert torch.allclose(second, wanted[at + 1], rtol=0.01, atol=0.01)
+
+
+@torch.no_grad()
 def test_inputs_written_in_place_are_written_back() -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         return x.add_(1) * 2
