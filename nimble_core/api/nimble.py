@@ -15,7 +15,7 @@ from nimble_core.api.background import Background, InBackground
 from nimble_core.api.call_mistakes import model_name, refuse_options, unprepared_call
 from nimble_core.api.engine import Engine
 from nimble_core.api.prepare_engine import prepare_inference, prepare_training
-from nimble_core.api.quick_call import quick_call
+from nimble_core.api.quick_call import LONG_WAY, quick_call
 from nimble_core.api.wrapped_module import WrappedModule
 from nimble_core.guards.transforms import transform_of, transforming
 from nimble_core.ir.program import KernelChoice
@@ -184,9 +184,10 @@ class Nimble(WrappedModule):
 
     def _adopt(self, engines: tuple[Engine, ...]) -> None:
         static = self._options.outputs == "static"
-        quick = (quick_call(engine, self._model, static=static) for engine in engines)
+        quick = [quick_call(engine, self._model, static=static) for engine in engines]
+        object.__setattr__(self, "_quick", ())  # an interrupt leaves none of engines that are not there
         object.__setattr__(self, "_engines", engines)
-        object.__setattr__(self, "_quick", tuple(call for call in quick if call is not None))
+        object.__setattr__(self, "_quick", tuple(filter(None, quick)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the engine that was prepared for inputs like these, under the autocast that is in force.
@@ -200,7 +201,7 @@ class Nimble(WrappedModule):
         """
         if not self._later.pending:
             for quick in self._quick:
-                if (outputs := quick(args, kwargs)) is not None:
+                if (outputs := quick(args, kwargs)) is not LONG_WAY:
                     return outputs
         if recording_here() or (transforming() and self._transformed(args, kwargs)):
             return self._model(*args, **kwargs)

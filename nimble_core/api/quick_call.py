@@ -16,11 +16,13 @@ from nimble_core.api.engine import Engine
 from nimble_core.torch_compat.autograd import forward_ad_level, transforms_active
 from nimble_core.torch_compat.unchanged import passes
 from nimble_core.tracing.recording_contexts import recordings_under_way
+from nimble_core.utils.errors import DeviceError
 
-__all__ = ["QuickCall", "quick_call"]
+__all__ = ["LONG_WAY", "QuickCall", "quick_call"]
 
 QuickCall = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-"""Returns what the model would; None if something was not as usual, and the long way has to be gone."""
+"""Returns what the model would; ``LONG_WAY`` if something was not as usual."""
+LONG_WAY = object()
 
 
 def quick_call(engine: Engine, model: Callable[..., Any], *, static: bool) -> QuickCall | None:
@@ -33,14 +35,12 @@ def quick_call(engine: Engine, model: Callable[..., Any], *, static: bool) -> Qu
     """
     if engine.check_first or engine.writes or engine.passed_on or (engine.backward, engine.apart) != (None, None):
         return None
-    attributes = getattr(model, "__dict__", {})
-    elsewhere = None if hasattr(model, "training") else False  # a mode that is kept elsewhere is not usual
     usual: list[tuple[Callable[[], Any], Any]] = [
         (recordings_under_way, 0),
         (transforms_active, False),
         (forward_ad_level, -1),
         (torch.is_grad_enabled, False),  # else tensors that require gradients are warned of
-        (partial(attributes.get, "training", elsewhere), engine.mode),
+        (partial(getattr, model, "training", False), engine.mode),
     ]
     if (autocast := engine.autocast) is not None:
         usual.append((partial(torch.is_autocast_enabled, autocast.device), autocast.casts is not None))
@@ -54,10 +54,13 @@ def quick_call(engine: Engine, model: Callable[..., Any], *, static: bool) -> Qu
 
     def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         folds = values.folds
-        outputs = run(args, kwargs)
-        if outputs is None:
-            return None
-        check()
-        return build(outputs) if values.folds == folds else None  # else on weights that were folded anew meanwhile
+        try:
+            outputs = run(args, kwargs)
+            if outputs is None:
+                return LONG_WAY
+            check()
+        except DeviceError:  # another thread may have closed this engine, and made a better one
+            return LONG_WAY
+        return build(outputs) if values.folds == folds else LONG_WAY  # on weights that were folded anew meanwhile
 
     return call

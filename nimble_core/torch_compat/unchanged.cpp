@@ -1,4 +1,5 @@
-// The passes of unchanged.py, without a Python object for each thing looked at. None of them runs Python code on the way.
+// The passes of unchanged.py, without a Python object for each thing looked at. Those over parameters and modules run no
+// Python code on the way; those over inputs run modes that the caller has entered, and what they are given to ask.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #ifdef Py_GIL_DISABLED
@@ -147,15 +148,17 @@ static PyObject *read_from(PyObject *, PyObject *const *args, Py_ssize_t) {
         } catch (...) {  // a tensor without memory
             Py_RETURN_FALSE;
         }
+        if (!now) Py_RETURN_FALSE;
         if (now == PyLong_AsVoidPtr(PyList_GET_ITEM(reading, i))) continue;
-        if (!(address = PyLong_FromVoidPtr(now))) return nullptr;
+        void *node = PyLong_AsVoidPtr(PyTuple_GET_ITEM(copy, 0)), *params = PyLong_AsVoidPtr(PyTuple_GET_ITEM(copy, 1));
         *static_cast<void **>(PyLong_AsVoidPtr(PyTuple_GET_ITEM(copy, 2))) = now;
-        int failed = set(graph, PyLong_AsVoidPtr(PyTuple_GET_ITEM(copy, 0)), PyLong_AsVoidPtr(PyTuple_GET_ITEM(copy, 1)), context);
-        if (failed) {
-            Py_DECREF(address);
-            Py_RETURN_FALSE;
-        }
+        int failed;
+        Py_BEGIN_ALLOW_THREADS;  // another thread may be in the driver for long
+        failed = set(graph, node, params, context);
+        Py_END_ALLOW_THREADS;
+        if (!(address = PyLong_FromVoidPtr(failed ? reinterpret_cast<void *>(1) : now))) return nullptr;
         PyList_SetItem(reading, i, address);
+        if (failed) Py_RETURN_FALSE;
     }
     Py_RETURN_TRUE;
 }

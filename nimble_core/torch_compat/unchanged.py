@@ -86,6 +86,8 @@ class InPython:
 
         Each without operators of its own. Shapes, dtypes and devices are compared.
         """
+        if not (isinstance(args, tuple) and isinstance(kwargs, dict)):
+            raise TypeError("a tuple and a dict")
         if (
             len(args) + len(names) != len(kinds)
             or len(kwargs) != len(names)
@@ -126,7 +128,7 @@ class InPython:
             graph: instance of the graph.
             context: CUDA context.
             strides: that inputs have to have; None for whatever is contiguous.
-            reading: where the copies read now, updated; 0 for one that is off.
+            reading: where the copies read now, updated; 0 for one that is off, 1 for one that could not be changed.
             inputs: what each copy shall read.
         """
         if not all(reading):
@@ -137,8 +139,11 @@ class InPython:
                 return False
         for position, ((node, params, source), given) in enumerate(zip(copies, inputs, strict=True)):
             now = given.data_ptr()
+            if not now:  # a tensor without memory
+                return False
             if now != reading[position]:
                 ctypes.c_void_p.from_address(source).value = now
+                reading[position] = 1  # until it is done
                 if _CHANGE(change)(graph, node, params, context) != 0:
                     return False
                 reading[position] = now

@@ -17,7 +17,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from nimble_core.torch_compat.autograd import set_stale_capture_stream, stale_capture_stream
-from nimble_core.utils.errors import CaptureError, InputError
+from nimble_core.utils.errors import CaptureError, InputError, causes
 
 __all__ = ["has_node_hooks", "held_by_graphs", "kept_graphs_apart", "require_no_node_hooks"]
 
@@ -58,13 +58,10 @@ def kept_graphs_apart(leaves: Mapping[str, torch.Tensor]) -> Iterator[None]:
         ) from error
 
 
-def _clear_frames(error: BaseException | None) -> None:
+def _clear_frames(error: BaseException) -> None:
     """Clear the frames of an error and of its causes: a notebook keeps the error, and with it their graphs."""
-    seen: set[BaseException] = set()
-    while error is not None and error not in seen:
-        seen.add(error)
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__
+    for one in causes(error):
+        traceback.clear_frames(one.__traceback__)
 
 
 def _and_more(count: int) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from nimble_core.utils.errors import DeviceError, NimbleWarning
+from nimble_core.utils.errors import DeviceError, NimbleWarning, causes
 from nimble_core.utils.units import format_bytes
 
 __all__ = [
@@ -155,9 +155,7 @@ def memory_explained(model: Callable[..., Any]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        cause: BaseException | None = error
-        while cause is not None and not _ran_out(cause):
-            cause = cause.__cause__
+        cause = next(filter(_ran_out, causes(error)), None)
         if cause is None:
             raise
         *_, (frame, _) = walk_tb(cause.__traceback__)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 __all__ = [
     "CaptureError",
@@ -16,6 +17,7 @@ __all__ = [
     "NotStaticError",
     "ReportFileError",
     "ScheduleError",
+    "causes",
     "first_line",
 ]
 
@@ -74,6 +76,16 @@ class DeviceError(NimbleError, RuntimeError):
 
 class ReportFileError(NimbleError, ValueError):
     """A report file that is damaged, hostile, or newer than this version reads."""
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Give an error, what it was raised from, and so on; each once: a refusal may be raised again from what hid it."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__
 
 
 def first_line(error: BaseException) -> str:

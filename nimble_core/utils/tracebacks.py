@@ -47,7 +47,7 @@ def full_tracebacks() -> Iterator[None]:
         yield
     finally:
         if before is None:
-            del os.environ[_SETTING]
+            os.environ.pop(_SETTING, None)
         else:
             os.environ[_SETTING] = before
 

@@ -38,9 +38,9 @@ class Runs:
         return run
 
 
-def quickened(model: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Nimble, Runs]:
+def quickened(model: Callable[..., Any], *args: Any, fuse: Any = "none", **kwargs: Any) -> tuple[Nimble, Runs]:
     """Prepare a model whose calls have a short way, checked after it as on a GPU."""
-    net = Nimble(model, Options(fuse="none")).prepare(*args, **kwargs)
+    net = Nimble(model, Options(fuse=fuse)).prepare(*args, **kwargs)
     (engine,) = net.engines
     runs = Runs(engine)
     object.__setattr__(engine, "executable", runs)
@@ -117,7 +117,7 @@ def test_transforms_other_modes_and_other_inputs() -> None:
 
 
 @torch.no_grad()
-def test_a_mode_that_is_kept_elsewhere_is_asked_for_the_long_way() -> None:
+def test_a_mode_may_be_a_property() -> None:
     modes = [False]
 
     class Keeps:
@@ -131,7 +131,7 @@ def test_a_mode_that_is_kept_elsewhere_is_asked_for_the_long_way() -> None:
     modes[0] = True
     with pytest.raises(InputError, match="mode"):
         net(X)
-    assert runs.quick_runs == 0
+    assert runs.quick_runs == 1
     function, runs = quickened(lambda x: x + 1, X)
     assert torch.equal(function(X), X + 1)
     assert runs.quick_runs == 1
@@ -153,6 +153,24 @@ def test_a_changed_model_is_noticed_and_folded_weights_are_followed() -> None:
     net.close()
     assert engine not in net.engines
     assert not net._quick
+
+
+@torch.no_grad()
+def test_an_engine_that_is_closed_meanwhile_gives_way_to_the_new_one() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).eval()
+    x = torch.rand(1, 3, 5, 5)
+    net, runs = quickened(model, x, fuse="library")
+    model[0].weight.mul_(2)
+    run = runs.run
+
+    def prepared_again(inputs: Any, *, static: bool) -> list[torch.Tensor]:
+        outputs = run(inputs, static=static)
+        net.prepare(x)
+        return outputs
+
+    runs.run = prepared_again
+    assert torch.allclose(net(x), model(x), atol=1e-6)
+    assert runs.quick_runs == 1
 
 
 def test_engines_without_a_short_way() -> None:

@@ -53,6 +53,18 @@ def test_frames_of_a_refusal(
     assert len(files) > 10 if full else not files
 
 
+def test_a_refusal_that_the_model_hides_is_raised_and_ends() -> None:
+    class Hides(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            try:
+                return x * 2 if x.sum().item() > 0 else x
+            except Exception as error:
+                raise RuntimeError("mine") from error
+
+    with pytest.raises(CaptureError, match="host would have to wait"):
+        Nimble(Hides().eval()).prepare(torch.rand(2, 4))
+
+
 def test_other_errors_and_names_stay() -> None:
     def fails(kind: type[Exception]) -> None:
         """Fail."""

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nimble_core import Nimble, Options
-from nimble_core.runtime.cuda.input_copies import strides_of
+from nimble_core.runtime.cuda.input_copies import InputCopies, _Source, strides_of
 from nimble_core.torch_compat.unchanged import InPython, passes
+from nimble_core.utils.errors import DeviceError
 
 WAYS = (InPython, passes())
 _agrees = ctypes.CFUNCTYPE(ctypes.c_int, *(ctypes.c_void_p,) * 4)(lambda *_: 0)
@@ -38,6 +39,61 @@ def test_what_is_alike_has_the_same_bytes(sizes: list[int], seed: int) -> None:
         start = other.storage_offset() * other.itemsize
         there = bytes(other.untyped_storage())[start : start + other.nbytes]
         assert there == bytes(buffer.copy_(other).untyped_storage())
+
+
+class Parameters:
+    """Of a node, as the bindings keep them."""
+
+    def __init__(self) -> None:
+        self.block = ctypes.create_string_buffer(128)
+
+    def getPtr(self) -> int:
+        return ctypes.addressof(self.block)
+
+
+@pytest.mark.parametrize("failing", ["no", "change", "enable", "interrupt"])
+def test_nodes_are_on_only_where_all_are(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever goes wrong in between, ``read`` says True only where each node is on and reads the caller's tensor."""
+    on, wrong = {11: True, 12: True}, [False]
+
+    def enable(instance: int, node: int, state: bool) -> int:
+        if wrong[0] and node == 12 and failing == "interrupt":
+            raise KeyboardInterrupt
+        if wrong[0] and node == 12 and failing == "enable":
+            return 1
+        on[node] = state
+        return 0
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, *(ctypes.c_void_p,) * 4)
+    def change(graph: int, node: int, params: int, context: int) -> int:
+        return int(wrong[0] and node == 12 and failing == "change")
+
+    at = ctypes.cast(change, ctypes.c_void_p).value
+    monkeypatch.setattr("nimble_core.runtime.cuda.input_copies._functions", lambda: (at, enable))
+    x, y, held = torch.rand(4), torch.rand(4), [Parameters(), Parameters()]
+    copies = InputCopies([torch.empty(4), torch.empty(4)], [(11, held[0]), (12, held[1])], 0)
+    assert not copies.read_on([x, y])
+    copies.attach(7)
+    assert on == {11: False, 12: False}
+    assert not copies.read([x, torch.rand(8)[::2]])
+    assert on == {11: False, 12: False}
+    wrong[0] = True
+    if failing in ("enable", "interrupt"):
+        with pytest.raises(DeviceError if failing == "enable" else KeyboardInterrupt):
+            copies.read([x, y])
+    else:
+        assert copies.read([x, y]) is (failing == "no")
+    assert copies.read_on([x, y]) is (failing == "no")
+    wrong[0] = False
+    copies.off()
+    assert on == {11: False, 12: False}
+    assert copies.read([x, y])
+    assert on == {11: True, 12: True}
+    for held_by, given_tensor in zip(held, (x, y), strict=True):
+        assert _Source.from_address(held_by.getPtr()).device == given_tensor.data_ptr()
+    assert copies.read_on([y, x])
+    assert not copies.read([x, torch.rand(8)[::2]])
+    assert on == {11: False, 12: False}
 
 
 @pytest.mark.gpu
