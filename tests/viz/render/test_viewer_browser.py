@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from html import escape
 
 import pytest
 
@@ -380,14 +381,28 @@ def test_no_sideways_scrolling_of_the_page(opened, width, name):
         assert shown.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
+# What a saved notebook's output is put in: a page, VS Code's page with its policy, Colab's frame of another origin.
+_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; img-src https: data:; "
+    "font-src https:; connect-src https:; child-src https: data:"
+)
+_AROUND = {
+    "page": lambda output: output,
+    "VS Code": lambda output: f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">{output}',
+    "Colab": lambda output: f'<iframe class="outer" sandbox="allow-scripts" srcdoc="{escape(output)}"></iframe>',
+}
+
+
 @pytest.mark.slow
-def test_the_frame_of_a_notebook_works_in_its_sandbox(opened):
-    shown = opened(f"<!doctype html><title>t</title>{fragment(sample_report(60))}", framed=True)
-    frame = shown.page.frame_locator("iframe")
+@pytest.mark.parametrize("where", _AROUND)
+def test_the_frame_of_a_notebook_works_in_its_sandbox(opened, where):
+    shown = opened(f"<!doctype html><title>t</title>{_AROUND[where](fragment(sample_report(60)))}", framed=True)
+    around = shown.page.frame_locator(".outer") if where == "Colab" else shown.page
+    frame = around.frame_locator("iframe")
     frame.locator("#nv-tab-dag").click()
     assert frame.locator("#nv-pane-dag canvas[role=img]").is_visible()
     assert shown.troubles == []
-    assert shown.page.inner_text("summary") == "Summary as text"
+    assert around.locator("summary").inner_text() == "Summary as text"
 
 
 @pytest.mark.slow
