@@ -269,6 +269,8 @@ def _nvtx(on: _Machine) -> _Answer:
         return "off", f"{found}; NVTX_DISABLE is set", "unset NVTX_DISABLE"
     from nimble_core.profiling.nvtx import listener
 
+    if os.environ.get("NVTX_INJECTION64_PATH") and not listener():
+        return "off", f"{found} does not hear the tool that is attached: no ranges", "Nsight Systems after 2024.2"
     heard = "a tool listens: ranges are drawn" if listener() else "no tool listens, so that ranges cost nothing"
     try:
         import_module("numpy")

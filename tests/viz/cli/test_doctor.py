@@ -127,6 +127,13 @@ def test_looks_at_parameters_in_python_are_told(monkeypatch: pytest.MonkeyPatch)
     assert (found.state, found.fix) == ("fallback", "apt install g++ python3-dev")
 
 
+def test_a_tool_that_is_not_heard_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVTX_INJECTION64_PATH", "/no/such/tool.so")
+    monkeypatch.setattr("nimble_core.profiling.nvtx.listener", lambda: None)
+    (found,) = (one for one in examine().findings if one.feature == "NVTX ranges")
+    assert (found.state, found.fix) == ("off", "Nsight Systems after 2024.2")
+
+
 def test_a_program_that_hangs_or_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dot = tmp_path / "dot"
     dot.write_text("#!/bin/sh\nexit 1\n")
