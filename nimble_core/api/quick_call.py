@@ -39,9 +39,10 @@ def quick_call(engine: Engine, model: Callable[..., Any], *, static: bool) -> Qu
         (recordings_under_way, 0),
         (transforms_active, False),
         (forward_ad_level, -1),
-        (torch.is_grad_enabled, False),  # else tensors that require gradients are warned of
         (partial(getattr, model, "training", False), engine.mode),
     ]
+    if engine.mode:  # parameters that require gradients are warned of
+        usual.append((torch.is_grad_enabled, False))
     if (autocast := engine.autocast) is not None:
         usual.append((partial(torch.is_autocast_enabled, autocast.device), autocast.casts is not None))
         if autocast.casts is not None:

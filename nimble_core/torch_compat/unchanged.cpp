@@ -8,9 +8,10 @@
 
 static void *(*data_of)(PyObject *);  // torch's own, which code that Inductor generates calls
 static PyGetSetDef *version;          // of Tensor._version
-static PyGetSetDef *layout, *shape, *dtype, *device;
+static PyGetSetDef *layout, *shape, *dtype, *device, *requires_grad;
 static PyObject *dense, *plain, *parameter;
 static PyObject *is_contiguous, *stride, *is_neg;  // methods of Tensor
+static PyObject *is_grad_enabled;
 static const int DEPTH = 8;
 
 // Whether containers hold the same objects. False is not certain: equal objects count as different, keys have an order.
@@ -163,6 +164,18 @@ static PyObject *read_from(PyObject *, PyObject *const *args, Py_ssize_t) {
     Py_RETURN_TRUE;
 }
 
+// 1 if autograd would follow one of these tensors, 0 if none.
+static int followed(PyObject *inputs) {
+    PyObject *enabled = PyObject_CallNoArgs(is_grad_enabled);
+    int found = !enabled ? -1 : PyObject_IsTrue(enabled);
+    Py_XDECREF(enabled);
+    if (found <= 0) return found;
+    bool none = true;
+    for (Py_ssize_t i = 0, size = PyList_GET_SIZE(inputs); none && i < size; i++)
+        none = gives(PyList_GET_ITEM(inputs, i), requires_grad, Py_False);
+    return PyErr_Occurred() ? -1 : !none;
+}
+
 // Inputs are bound and read if all that is asked has its usual answer.
 static PyObject *ready(PyObject *, PyObject *const *args, Py_ssize_t) {
     PyObject *asked = args[0], *answers = args[1], *bind = args[2], *read = args[3], *given = args[4], *named = args[5];
@@ -175,20 +188,22 @@ static PyObject *ready(PyObject *, PyObject *const *args, Py_ssize_t) {
     }
     PyObject *inputs = PyObject_CallFunctionObjArgs(bind, given, named, nullptr);
     if (!inputs) return nullptr;
-    PyObject *done = inputs == Py_None ? Py_NewRef(Py_False) : PyObject_CallOneArg(read, inputs);
+    int unusual = inputs == Py_None ? 1 : followed(inputs);
+    PyObject *done = unusual < 0 ? nullptr : unusual ? Py_NewRef(Py_False) : PyObject_CallOneArg(read, inputs);
     Py_DECREF(inputs);
     return done;
 }
 
 static PyObject *use(PyObject *, PyObject *const *args, Py_ssize_t) {
-    PyGetSetDef **getters[] = {&version, &layout, &shape, &dtype, &device};
+    PyGetSetDef **getters[] = {&version, &layout, &shape, &dtype, &device, &requires_grad};
     data_of = reinterpret_cast<void *(*)(PyObject *)>(PyLong_AsVoidPtr(args[0]));
-    for (int i = 0; i < 5; i++) {
+    for (int i = 0; i < 6; i++) {
         if (!Py_IS_TYPE(args[i + 1], &PyGetSetDescr_Type)) return PyErr_Format(PyExc_TypeError, "no getter");
         *getters[i] = reinterpret_cast<PyGetSetDescrObject *>(args[i + 1])->d_getset;
     }
-    dense = Py_NewRef(args[6]), plain = Py_NewRef(args[7]), parameter = Py_NewRef(args[8]);
-    is_contiguous = Py_NewRef(args[9]), stride = Py_NewRef(args[10]), is_neg = Py_NewRef(args[11]);
+    dense = Py_NewRef(args[7]), plain = Py_NewRef(args[8]), parameter = Py_NewRef(args[9]);
+    is_contiguous = Py_NewRef(args[10]), stride = Py_NewRef(args[11]), is_neg = Py_NewRef(args[12]);
+    is_grad_enabled = Py_NewRef(args[13]);
     Py_RETURN_NONE;
 }
 

@@ -37,7 +37,7 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Classes without operators of their own, which a replay would not run. Buffers are of the first class."""
 Kinds = tuple[tuple[torch.Size, torch.dtype, torch.device], ...]
 
-_METHODS = (torch.Tensor.is_contiguous, torch.Tensor.stride, torch.Tensor.is_neg)
+_METHODS = (torch.Tensor.is_contiguous, torch.Tensor.stride, torch.Tensor.is_neg, torch.is_grad_enabled)
 _forward_of, _version = attrgetter("forward"), attrgetter("_version")
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _PATIENCE_S = 60.0
@@ -159,11 +159,16 @@ class InPython:
         kwargs: dict[str, Any],
         /,
     ) -> bool:
-        """Bind a call's inputs and have them read, if all that is ``asked`` gives its usual answer; False if not."""
+        """Bind a call's inputs and have them read, if all that is ``asked`` gives its usual answer; False if not.
+
+        Nor if autograd would follow one of the inputs.
+        """
         if any(ask() != answer for ask, answer in zip(asked, answers, strict=True)):
             return False
         inputs = bind(args, kwargs)
-        return inputs is not None and read(inputs)
+        if inputs is None or (torch.is_grad_enabled() and any(one.requires_grad for one in inputs)):
+            return False
+        return read(inputs)
 
 
 Passes = type[InPython]  # or a compiled module with the same functions
@@ -205,9 +210,8 @@ def compiled() -> Passes | None:
         spec = spec_from_file_location("unchanged", made, loader=ExtensionFileLoader("unchanged", str(made)))
         module = module_from_spec(cast(Any, spec))
         of = torch.Tensor
-        module.use(
-            address, VERSION.require(), of.layout, of.shape, of.dtype, of.device, torch.strided, *PLAIN, *_METHODS
-        )
+        getters = (of.layout, of.shape, of.dtype, of.device, of.requires_grad)
+        module.use(address, VERSION.require(), *getters, torch.strided, *PLAIN, *_METHODS)
     except (OSError, RuntimeError, subprocess.SubprocessError, ImportError, TypeError):
         return None  # slower, and right
     return cast(Passes, module)

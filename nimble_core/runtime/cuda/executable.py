@@ -115,7 +115,7 @@ class CudaExecutable:
     def quick(self, ready: Ready, *, static: bool) -> Quick | None:
         """Return runs whose inputs nodes copy, on the stream of the last run."""
         copies, lock = self._copies, self._lock
-        if copies is None or self._written:
+        if copies is None or self._written or any(output.requires_grad for output in self.outputs):
             return None
 
         def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor] | None:

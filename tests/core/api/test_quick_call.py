@@ -13,6 +13,7 @@ from nimble_core import InputError, Nimble, Options
 from nimble_core.api.engine import Engine
 from nimble_core.runtime.device import Quick, Ready
 from nimble_core.tracing.recording_contexts import thread_recording
+from nimble_core.utils.errors import NimbleWarning
 
 X = torch.rand(2, 4)
 
@@ -70,8 +71,8 @@ def test_the_usual_call_goes_the_short_way() -> None:
 
 @pytest.mark.parametrize(
     "around",
-    [torch.enable_grad, lambda: torch.autocast("cpu", torch.bfloat16), thread_recording],
-    ids=["gradients", "autocast", "recording"],
+    [lambda: torch.autocast("cpu", torch.bfloat16), thread_recording],
+    ids=["autocast", "recording"],
 )
 @torch.no_grad()
 def test_what_is_not_usual_goes_the_long_way(around: Callable[[], Any]) -> None:
@@ -83,6 +84,28 @@ def test_what_is_not_usual_goes_the_long_way(around: Callable[[], Any]) -> None:
     assert runs.quick_runs == 0
     net(X)
     assert runs.quick_runs == 1
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_with_gradients_enabled(training: bool) -> None:
+    """Where no warning is due: of an input that requires a gradient, or in training mode of parameters that do."""
+    model = nn.Linear(4, 3).train(training)
+    with torch.no_grad():
+        net, runs = quickened(model, X)
+    if training:
+        with pytest.warns(NimbleWarning, match="carry none"):
+            net(X)
+        assert runs.quick_runs == 0
+        return
+    out = net(X)
+    assert not out.requires_grad
+    assert runs.quick_runs == 1
+    with pytest.warns(NimbleWarning, match="carry none"):
+        net(X.clone().requires_grad_())
+    assert runs.quick_runs == 1
+    with torch.no_grad():
+        net(X.clone().requires_grad_())
+    assert runs.quick_runs == 2
 
 
 @torch.no_grad()

@@ -219,18 +219,24 @@ def test_copies_read_where_the_inputs_are(way: Any, calls: list[list[int]], refu
 @ways
 def test_ready_is_only_what_answers_as_usual(way: Any) -> None:
     read: list[Any] = []
-    asked = (lambda: 1, lambda: "a")
+    asked, tensor = (lambda: 1, lambda: "a"), torch.zeros(2)
 
     def ready(answers: Any, bound: Any, given: Any = (1,)) -> Any:
         return way.ready(asked, answers, lambda args, kwargs: bound, lambda one: read.append(one) or True, given, {})
 
-    assert ready((1, "a"), [5]) is True
-    assert read == [[5]]
-    assert ready((1, "b"), [5]) is ready((2, "a"), [5]) is ready((1, "a"), None) is False
-    assert read == [[5]]
+    assert ready((1, "a"), [tensor]) is True
+    assert read.pop()[0] is tensor
+    assert ready((1, "b"), [tensor]) is ready((2, "a"), [tensor]) is ready((1, "a"), None) is False
+    followed = tensor.clone().requires_grad_()
+    assert ready((1, "a"), [tensor, followed]) is False
+    assert not read
+    with torch.no_grad():
+        assert ready((1, "a"), [tensor, followed]) is True
     with pytest.raises(ZeroDivisionError):
         way.ready((lambda: 1 / 0,), (0,), None, None, (), {})
-    assert way.ready((), (), lambda args, kwargs: [args, kwargs], lambda one: one == [(3,), {"a": 4}], (3,), {"a": 4})
+    with torch.no_grad():
+        bound = way.ready((), (), lambda *given: list(given), lambda one: one == [(3,), {"a": 4}], (3,), {"a": 4})
+    assert bound is True
 
 
 # -- compiling -----------------------------------------------------------------------------------------------------
