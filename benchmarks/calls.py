@@ -6,8 +6,7 @@ The executable is replaced by one that returns outputs at once, so that what is 
 the module, finding the engine, checks of inputs, parameters and modules, and making the output. Copies of inputs and
 outputs belong to the replay. ``warm``: calls follow each other, the fastest block of ten. ``cold``: 64 MiB of other
 memory are read before each call; the median. ``launch``: the part of a cold call before the replay. Each row is
-measured with the compiled passes of
-``torch_compat/unchanged.py``, where there are any, and with those in Python.
+measured with the compiled passes of ``torch_compat/unchanged.py``, where there are any, and with those in Python.
 """
 
 from __future__ import annotations

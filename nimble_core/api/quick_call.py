@@ -43,10 +43,8 @@ def quick_call(engine: Engine, model: Callable[..., Any], *, static: bool) -> Qu
     ]
     if engine.mode:  # parameters that require gradients are warned of
         usual.append((torch.is_grad_enabled, False))
-    if (autocast := engine.autocast) is not None:
-        usual.append((partial(torch.is_autocast_enabled, autocast.device), autocast.casts is not None))
-        if autocast.casts is not None:
-            usual.append((partial(torch.get_autocast_dtype, autocast.device), autocast.casts))
+    if engine.autocast is not None:
+        usual += engine.autocast.asked
     asked, answers = zip(*usual, strict=True)
     run = engine.executable.quick(partial(passes().ready, asked, answers, engine.signature.bind), static=static)
     if run is None:

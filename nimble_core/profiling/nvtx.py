@@ -69,8 +69,10 @@ def listener() -> Any | None:
         import nvtx
 
         domain = nvtx.get_domain(DOMAIN)
-        if not nvtx.enabled() or isinstance(domain, nvtx.Domain):
-            return domain if nvtx.enabled() else None
+        if not nvtx.enabled():
+            return None
+        if isinstance(domain, nvtx.Domain):
+            return domain
     except (ImportError, AttributeError):  # not installed, or older than domains
         return None
     # Where nobody listens it is a dummy, of another class.

@@ -13,6 +13,7 @@ static PyObject *dense, *plain, *parameter;
 static PyObject *is_contiguous, *stride, *is_neg;  // methods of Tensor
 static PyObject *is_grad_enabled;
 static const int DEPTH = 8;
+static void *const NOWHERE = reinterpret_cast<void *>(1);  // as in unchanged.py
 
 // Whether containers hold the same objects. False is not certain: equal objects count as different, keys have an order.
 static bool same(PyObject *now, PyObject *before, int depth) {
@@ -78,21 +79,22 @@ static PyObject *same_versions(PyObject *, PyObject *const *args, Py_ssize_t) {
     Py_ssize_t size = PyList_GET_SIZE(tensors);
     if (PyList_GET_SIZE(versions) != size) Py_RETURN_FALSE;
     for (Py_ssize_t i = 0; i < size; i++) {
-        PyObject *now = version->get(PyList_GET_ITEM(tensors, i), version->closure);
-        if (!now) return nullptr;
-        int found = PyObject_RichCompareBool(now, PyList_GET_ITEM(versions, i), Py_EQ);
-        Py_DECREF(now);
-        if (found < 0) return nullptr;
-        if (!found) Py_RETURN_FALSE;
+        int same = equal(version->get(PyList_GET_ITEM(tensors, i), version->closure), PyList_GET_ITEM(versions, i));
+        if (same < 0) return nullptr;
+        if (!same) Py_RETURN_FALSE;
     }
     Py_RETURN_TRUE;
 }
 
-static bool gives(PyObject *tensor, PyGetSetDef *what, PyObject *wanted) {
-    PyObject *found = what->get(tensor, what->closure);
-    bool same = found && (found == wanted || PyObject_RichCompareBool(found, wanted, Py_EQ) == 1);
+// 1 if what was found is what is wanted, 0 if not, -1 if it is an error. Takes over the reference.
+static int equal(PyObject *found, PyObject *wanted) {
+    int same = !found ? -1 : found == wanted ? 1 : PyObject_RichCompareBool(found, wanted, Py_EQ);
     Py_XDECREF(found);
     return same;
+}
+
+static bool gives(PyObject *tensor, PyGetSetDef *what, PyObject *wanted) {
+    return equal(what->get(tensor, what->closure), wanted) == 1;
 }
 
 // Its inputs, if a call has these names and kinds; else None.
@@ -118,14 +120,6 @@ static PyObject *inputs_like(PyObject *, PyObject *const *args, Py_ssize_t) {
     Py_RETURN_NONE;
 }
 
-// 1 if a method of a tensor returns this object, 0 if another one.
-static int returns(PyObject *method, PyObject *tensor, PyObject *wanted) {
-    PyObject *found = PyObject_CallOneArg(method, tensor);
-    int same = !found ? -1 : found == wanted ? 1 : PyObject_RichCompareBool(found, wanted, Py_EQ);
-    Py_XDECREF(found);
-    return same;
-}
-
 static PyObject *read_from(PyObject *, PyObject *const *args, Py_ssize_t) {
     PyObject *copies = args[1], *strides = args[4], *reading = args[5], *inputs = args[6];
     auto set = reinterpret_cast<int (*)(void *, void *, void *, void *)>(PyLong_AsVoidPtr(args[0]));
@@ -136,8 +130,9 @@ static PyObject *read_from(PyObject *, PyObject *const *args, Py_ssize_t) {
     for (Py_ssize_t i = 0; i < size; i++) {
         if (!PyLong_AsVoidPtr(PyList_GET_ITEM(reading, i))) Py_RETURN_FALSE;
         PyObject *one = PySequence_Fast_GET_ITEM(inputs, i), *laid_out = PyTuple_GET_ITEM(strides, i);
-        int same = laid_out == Py_None ? returns(is_contiguous, one, Py_True) : returns(stride, one, laid_out);
-        if (same > 0) same = returns(is_neg, one, Py_False);
+        int same = laid_out == Py_None ? equal(PyObject_CallOneArg(is_contiguous, one), Py_True)
+                                       : equal(PyObject_CallOneArg(stride, one), laid_out);
+        if (same > 0) same = equal(PyObject_CallOneArg(is_neg, one), Py_False);
         if (same < 0) return nullptr;
         if (!same) Py_RETURN_FALSE;
     }
@@ -157,7 +152,7 @@ static PyObject *read_from(PyObject *, PyObject *const *args, Py_ssize_t) {
         Py_BEGIN_ALLOW_THREADS;  // another thread may be in the driver for long
         failed = set(graph, node, params, context);
         Py_END_ALLOW_THREADS;
-        if (!(address = PyLong_FromVoidPtr(failed ? reinterpret_cast<void *>(1) : now))) return nullptr;
+        if (!(address = PyLong_FromVoidPtr(failed ? NOWHERE : now))) return nullptr;
         PyList_SetItem(reading, i, address);
         if (failed) Py_RETURN_FALSE;
     }
@@ -166,10 +161,8 @@ static PyObject *read_from(PyObject *, PyObject *const *args, Py_ssize_t) {
 
 // 1 if autograd would follow one of these tensors, 0 if none.
 static int followed(PyObject *inputs) {
-    PyObject *enabled = PyObject_CallNoArgs(is_grad_enabled);
-    int found = !enabled ? -1 : PyObject_IsTrue(enabled);
-    Py_XDECREF(enabled);
-    if (found <= 0) return found;
+    int enabled = equal(PyObject_CallNoArgs(is_grad_enabled), Py_True);
+    if (enabled <= 0) return enabled;
     bool none = true;
     for (Py_ssize_t i = 0, size = PyList_GET_SIZE(inputs); none && i < size; i++)
         none = gives(PyList_GET_ITEM(inputs, i), requires_grad, Py_False);
@@ -180,9 +173,7 @@ static int followed(PyObject *inputs) {
 static PyObject *ready(PyObject *, PyObject *const *args, Py_ssize_t) {
     PyObject *asked = args[0], *answers = args[1], *bind = args[2], *read = args[3], *given = args[4], *named = args[5];
     for (Py_ssize_t i = 0, size = PyTuple_GET_SIZE(asked); i < size; i++) {
-        PyObject *answer = PyObject_CallNoArgs(PyTuple_GET_ITEM(asked, i)), *usual = PyTuple_GET_ITEM(answers, i);
-        int same = !answer ? -1 : answer == usual ? 1 : PyObject_RichCompareBool(answer, usual, Py_EQ);
-        Py_XDECREF(answer);
+        int same = equal(PyObject_CallNoArgs(PyTuple_GET_ITEM(asked, i)), PyTuple_GET_ITEM(answers, i));
         if (same < 0) return nullptr;
         if (!same) Py_RETURN_FALSE;
     }

@@ -31,13 +31,15 @@ from nimble_core.torch_compat.dispatch import ANY_KEY, keys_excluded, no_torch_f
 from nimble_core.torch_compat.members import DATA_OF, VERSION
 from nimble_core.utils.files import cache_directory
 
-__all__ = ["PLAIN", "InPython", "compiled", "passes", "same_objects"]
+__all__ = ["NOWHERE", "OFF", "PLAIN", "InPython", "compiled", "passes", "same_objects"]
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Classes without operators of their own, which a replay would not run. Buffers are of the first class."""
 Kinds = tuple[tuple[torch.Size, torch.dtype, torch.device], ...]
 
-_METHODS = (torch.Tensor.is_contiguous, torch.Tensor.stride, torch.Tensor.is_neg, torch.is_grad_enabled)
+OFF, NOWHERE = 0, 1
+"""No addresses: of a copy that is off, and of one whose source is not known."""
+_CALLED = (torch.Tensor.is_contiguous, torch.Tensor.stride, torch.Tensor.is_neg, torch.is_grad_enabled)
 _forward_of, _version = attrgetter("forward"), attrgetter("_version")
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _PATIENCE_S = 60.0
@@ -128,7 +130,7 @@ class InPython:
             graph: instance of the graph.
             context: CUDA context.
             strides: that inputs have to have; None for whatever is contiguous.
-            reading: where the copies read now, updated; 0 for one that is off, 1 for one that could not be changed.
+            reading: where the copies read now, updated; ``OFF`` or ``NOWHERE`` for one that reads nothing yet.
             inputs: what each copy shall read.
         """
         if not all(reading):
@@ -143,7 +145,7 @@ class InPython:
                 return False
             if now != reading[position]:
                 ctypes.c_void_p.from_address(source).value = now
-                reading[position] = 1  # until it is done
+                reading[position] = NOWHERE  # until it is done
                 if _CHANGE(change)(graph, node, params, context) != 0:
                     return False
                 reading[position] = now
@@ -211,7 +213,7 @@ def compiled() -> Passes | None:
         module = module_from_spec(cast(Any, spec))
         of = torch.Tensor
         getters = (of.layout, of.shape, of.dtype, of.device, of.requires_grad)
-        module.use(address, VERSION.require(), *getters, torch.strided, *PLAIN, *_METHODS)
+        module.use(address, VERSION.require(), *getters, torch.strided, *PLAIN, *_CALLED)
     except (OSError, RuntimeError, subprocess.SubprocessError, ImportError, TypeError):
         return None  # slower, and right
     return cast(Passes, module)

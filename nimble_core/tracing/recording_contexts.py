@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -32,6 +34,7 @@ __all__ = [
     "phase",
     "raise_or_note",
     "recording_here",
+    "recordings_under_way",
     "refusals_noted",
     "tensors_lifted_first",
     "thread_recording",
@@ -39,8 +42,6 @@ __all__ = [
 
 _recording: set[int] = set()
 """Threads that record."""
-
-
 recordings_under_way: Callable[[], int] = _recording.__len__
 """How many threads are recording."""
 
@@ -212,9 +213,15 @@ class Autocast:
 
     def holds(self) -> bool:
         """Return whether this autocast is in force."""
-        if torch.is_autocast_enabled(self.device):  # not by another function: each call asks
-            return torch.get_autocast_dtype(self.device) is self.casts
-        return self.casts is None
+        return autocast_type(self.device) is self.casts
+
+    @property
+    def asked(self) -> list[tuple[Callable[[], Any], Any]]:
+        """What ``holds`` asks, each with the answer that it wants."""
+        enabled = (partial(torch.is_autocast_enabled, self.device), self.casts is not None)
+        return (
+            [enabled] if self.casts is None else [enabled, (partial(torch.get_autocast_dtype, self.device), self.casts)]
+        )
 
     def change(self) -> str:
         """Say how the autocast in force differs from this one."""

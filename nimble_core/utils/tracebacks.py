@@ -1,4 +1,4 @@
-"""Tracebacks of errors that say what to do: the user's own lines, not the sixty of torch and this package between."""
+"""Tracebacks of errors that say what to do: the user's own lines, without those of torch and this package."""
 
 from __future__ import annotations
 

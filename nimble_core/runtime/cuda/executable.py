@@ -98,8 +98,7 @@ class CudaExecutable:
             if grad:
                 set_grad_enabled(False)
             try:
-                if current_stream(self._index)[0] != self._stream_id:
-                    self._follow_last_run()
+                self._follow_last_run()
                 buffers = self.buffers
                 if self._copies is None or not self._copies.read(inputs):
                     self._copy_in(inputs)

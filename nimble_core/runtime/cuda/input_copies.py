@@ -15,13 +15,11 @@ import torch
 
 from nimble_core.runtime.cuda.graph_nodes import add_roots, cuda_driver, driver_library, links_change
 from nimble_core.scheduling.verify_capture import RawGraph
-from nimble_core.torch_compat.unchanged import passes
+from nimble_core.torch_compat.unchanged import NOWHERE, OFF, passes
 from nimble_core.utils.errors import DeviceError
 
 __all__ = ["InputCopies", "copied_by_nodes", "strides_of"]
 
-_OFF, _NOWHERE = 0, 1
-"""No addresses: of a node that is off, and of one whose source is not known."""
 _MOST = 4
 """Inputs up to which each has a node: more are copied by one launch for all."""
 
@@ -54,7 +52,7 @@ class InputCopies:
         self._strides = tuple(map(strides_of, buffers))
         self._set_source, self._set_enabled = _functions()
         self._context, self._instance = context, 0
-        self._reading = [_OFF] * len(nodes)
+        self._reading = [OFF] * len(nodes)
         self._known = False  # whether all nodes are on, or all off, as ``_reading`` says
         self.read_on: Callable[[Sequence[torch.Tensor]], bool] = lambda inputs: False
         """``read`` where nodes are on already; returns False, and leaves them as they are, where they are not."""
@@ -69,32 +67,32 @@ class InputCopies:
 
     def read(self, inputs: Sequence[torch.Tensor]) -> bool:
         """Have the next launches copy ``inputs``; return False, with the nodes off, where nodes cannot do that."""
-        off, known = _OFF in self._reading, self._known
+        off, known = OFF in self._reading, self._known
         try:
             if off:
-                self._reading[:] = [_NOWHERE] * len(self._nodes)
+                self._reading[:] = [NOWHERE] * len(self._nodes)
             done = self.read_on(inputs)  # a conjugate view is no such input (``Signature``)
             if done and off:
                 self._enable(True)
         except BaseException:  # some may be on, and none may count as that
-            self._reading[:] = [_OFF] * len(self._nodes)
+            self._reading[:] = [OFF] * len(self._nodes)
             self._known = False
             raise
         if not done and off and known:
-            self._reading[:] = [_OFF] * len(self._nodes)
+            self._reading[:] = [OFF] * len(self._nodes)
         elif not done:
             self._enable(False)
         return done
 
     def off(self) -> None:
         """Have the next launches read what the buffers hold."""
-        if _OFF not in self._reading or not self._known:
+        if OFF not in self._reading or not self._known:
             self._enable(False)
 
     def _enable(self, on: bool) -> None:
         self._known = False
         if not on:
-            self._reading[:] = [_OFF] * len(self._nodes)
+            self._reading[:] = [OFF] * len(self._nodes)
         for node, *_ in self._nodes:
             if (code := self._set_enabled(self._instance, node, on)) != 0:
                 raise DeviceError(f"cuGraphNodeSetEnabled failed: error {code}", fix="prepare the model again")

@@ -14,6 +14,7 @@ from nimble_core.api.engine import Engine
 from nimble_core.runtime.device import Quick, Ready
 from nimble_core.tracing.recording_contexts import thread_recording
 from nimble_core.utils.errors import NimbleWarning
+from tests.support.models import CASES
 
 X = torch.rand(2, 4)
 
@@ -197,15 +198,7 @@ def test_an_engine_that_is_closed_meanwhile_gives_way_to_the_new_one() -> None:
 
 
 def test_engines_without_a_short_way() -> None:
-    class Counts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("count", torch.zeros(()))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.count += 1
-            return x + self.count
-
-    assert not quickened(Counts().eval(), X)[0]._quick  # writes
+    counter, given, _ = CASES["buffer_counter"]()
+    assert not quickened(counter.eval(), *given)[0]._quick  # writes
     assert not Nimble(nn.Linear(4, 3).train()).prepare(X, training=True)._quick
     assert not Nimble(nn.Linear(4, 3).eval(), Options(fuse="none")).prepare(X)._quick  # of the host
