@@ -15,6 +15,13 @@ static PyObject *is_grad_enabled;
 static const int DEPTH = 8;
 static void *const NOWHERE = reinterpret_cast<void *>(1);  // as in unchanged.py
 
+// 1 if what was found is what is wanted, 0 if not, -1 if it is an error. Takes over the reference.
+static int equal(PyObject *found, PyObject *wanted) {
+    int same = !found ? -1 : found == wanted ? 1 : PyObject_RichCompareBool(found, wanted, Py_EQ);
+    Py_XDECREF(found);
+    return same;
+}
+
 // Whether containers hold the same objects. False is not certain: equal objects count as different, keys have an order.
 static bool same(PyObject *now, PyObject *before, int depth) {
     if (now == before) return true;
@@ -84,13 +91,6 @@ static PyObject *same_versions(PyObject *, PyObject *const *args, Py_ssize_t) {
         if (!same) Py_RETURN_FALSE;
     }
     Py_RETURN_TRUE;
-}
-
-// 1 if what was found is what is wanted, 0 if not, -1 if it is an error. Takes over the reference.
-static int equal(PyObject *found, PyObject *wanted) {
-    int same = !found ? -1 : found == wanted ? 1 : PyObject_RichCompareBool(found, wanted, Py_EQ);
-    Py_XDECREF(found);
-    return same;
 }
 
 static bool gives(PyObject *tensor, PyGetSetDef *what, PyObject *wanted) {

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import subprocess
+import sysconfig
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -240,6 +242,13 @@ def test_ready_is_only_what_answers_as_usual(way: Any) -> None:
 
 
 # -- compiling -----------------------------------------------------------------------------------------------------
+
+
+def test_where_there_is_a_compiler_they_compile() -> None:
+    """Else what follows would be skipped, and every call be slow, without a word."""
+    if not (shutil.which("g++") and Path(sysconfig.get_paths()["include"], "Python.h").exists()):
+        pytest.skip("no C++ compiler, or no headers of Python")
+    assert compiled() is not None
 
 
 @pytest.fixture
