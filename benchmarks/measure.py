@@ -8,11 +8,14 @@ takes of that. Without a GPU only latency and throughput are taken: a call retur
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 WARM_UPS, SAMPLES, CALLS, BLOCKS, DEVICE_BLOCKS = 10, 400, 50, 17, 17
+BLOCK_S, LEAST_CALLS = 0.1, 5  # a block may last so long, but for so many calls: seconds of them hide one wait as well
 FEWEST = 16, 16  # samples of latency and of throughput that are taken however long they last
 Act = Callable[[], object]
 Timed = tuple[Act, Act]  # a call without arguments, and what waits until the device has done it
@@ -58,10 +61,11 @@ def _figures(
 ) -> dict[str, Any]:
     """All samples of a way whose latencies were taken."""
     latency, host = zip(*pairs, strict=True)
+    calls = max(LEAST_CALLS, min(CALLS, int(BLOCK_S * 1e6 / statistics.median(latency))))
     throughput: list[float] = []
     began = time.perf_counter()
     while len(throughput) < BLOCKS and (time.perf_counter() - began < seconds or len(throughput) < FEWEST[1]):
-        throughput.append(block(call, synchronize, CALLS))
+        throughput.append(block(call, synchronize, calls))
     found: dict[str, Any] = {"latency_us": latency, "throughput_us": tuple(throughput)}
     if not cuda:
         return found
@@ -72,7 +76,7 @@ def _figures(
     found |= {"host_us": host, "graphs": graphs}
     if graphs:
         wait = torch.cuda.synchronize
-        found["device_us"] = device_samples(replay, wait, lambda: torch.cuda.Event(enable_timing=True))
+        found["device_us"] = device_samples(replay, wait, partial(torch.cuda.Event, enable_timing=True), calls)
         found["launch_us"] = tuple(_pair(replay, wait)[1] for _ in pairs)
     return found
 
@@ -98,16 +102,16 @@ def replayed(call: Act, kind: Any) -> tuple[Act, int]:
     return replay, len(seen)
 
 
-def device_samples(replay: Act, synchronize: Act, event: Callable[[], Any]) -> tuple[float, ...]:
-    """Device time of a ``replay``, µs: replays back to back between two events, after an untimed one."""
+def device_samples(replay: Act, synchronize: Act, event: Callable[[], Any], calls: int = CALLS) -> tuple[float, ...]:
+    """Device time of a ``replay``, µs: so many back to back between two events, after an untimed one."""
     found: list[float] = []
     for _ in range(DEVICE_BLOCKS):
         first, last = event(), event()
         replay()
         first.record()
-        for _ in range(CALLS):
+        for _ in range(calls):
             replay()
         last.record()
         synchronize()
-        found.append(first.elapsed_time(last) / CALLS * 1e3)
+        found.append(first.elapsed_time(last) / calls * 1e3)
     return tuple(found)

@@ -220,7 +220,7 @@ def test_a_call_on_another_stream_follows_one_on_the_default_stream() -> None:
             x = x @ weight
         return x
 
-    net = Nimble(model, UNFUSED).prepare(weight)
+    net = Nimble(model, UNFUSED).prepare(weight.clone())
     given = [torch.randn(2048, 2048, device="cuda") for _ in range(6)]
     wanted, side = [model(x) for x in given], torch.cuda.Stream()
     torch.cuda.synchronize()
