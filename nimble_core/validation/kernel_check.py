@@ -177,7 +177,7 @@ class _Walk:
         self._needed = predecessors(eager.graph)
         self._lowest = lowest_precision(eager.recording.program)
         self._owners = _owners(self._kernels)
-        self._readers = _readers(self._calls)
+        self._readers, self._read_by = _readers(self._calls), _readers(self._kernels)
         self._kept = variant.recording.program.kept
         self._corrects = corrects
         self._corrected: set[int] = set()
@@ -215,12 +215,13 @@ class _Walk:
                         results.discard(index)
             if not results and all(found.values()):
                 break
-        else:
-            if self._corrects and results:
+        if results:
+            if self._corrects:
                 self._correct(_Unlike(call, written, results))
             return
-        telling = any(one.telling for pairs in found.values() for one in pairs)
-        (self._shown if telling or self._is_eagers(call) else self._dull).add(call.index)
+        if all(found.values()):  # what is no eager call's is shown by who reads it
+            telling = any(one.telling for pairs in found.values() for one in pairs)
+            (self._shown if telling or self._is_eagers(call) else self._dull).add(call.index)
         for pairs in found.values():
             if len(pairs) == 1 and pairs[0].telling and self._read_alike(call, pairs[0]):
                 self._refresh(pairs[0])
@@ -322,12 +323,15 @@ class _Walk:
 
         A kernel may compute it once more from what it was made of.
         """
-        for reader in self._readers.get(pair.eager.storage, ()):
+        readers = self._readers.get(pair.eager.storage, set())
+        for reader in readers:
             owners = [self._kernels[at] for at in self._owners.get(reader, ()) if at > call.index]
             alike = [any(ref.storage == pair.ref.storage for ref in one.reads) for one in owners]
             if bool(owners) == (reader in self._done) or not all(alike):
                 return False
-        return True
+        # Of a sum that eager hands out, a kernel may make the rest of what eager has done inside of the same call.
+        later = [self._kernels[at] for at in self._read_by.get(pair.ref.storage, ()) if at > call.index]
+        return all(readers.intersection(one.eager) for one in later)
 
     def _refresh(self, pair: _Pair) -> None:
         if not pair.theirs.is_floating_point() or pair.theirs.dtype.itemsize == 1:
@@ -344,15 +348,18 @@ class _Walk:
         beside = (self._mine, self._theirs, self._truth or self._theirs)
         runs = zip(*(one.issuer.outputs() for one in beside), strict=True)
         rights = [self._right(*three) if three[0].shape == three[1].shape else None for three in runs]
-        outputs = zip(recording.outputs, rights, strict=True)
-        handed_out = {recording.storage_of[slot] for slot, right in outputs if right}
-        readers = _readers(self._kernels)
+        made_of = [recording.storage_of[slot] for slot in recording.outputs]
+        handed_out = {storage for storage, right in zip(made_of, rights, strict=True) if right}
+        broken = {storage for storage, right in zip(made_of, rights, strict=True) if right is None}
         for call in reversed(self._kernels):
             if call.index in self._corrected:
                 continue
             made = {ref.storage for ref in call.writes}
-            after = {at for storage in made for at in readers.get(storage, ()) if at > call.index}
-            if (after and after <= shown) or made & handed_out:
+            read = {storage: {at for at in self._read_by.get(storage, ()) if at > call.index} for storage in made}
+            told = [storage in handed_out or after <= shown for storage, after in read.items() if after]
+            if made & broken:  # an optimizer that reads a gradient shows little of it: its step is small
+                shown.discard(call.index)
+            elif all(told) and (told or made & handed_out):
                 shown.add(call.index)
         missing = [call for call in self._kernels if call.index not in shown]
         # A change of layout stands for no eager call: nothing is compared until it is read.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from nimble_core import Nimble
+from nimble_core import Nimble, TrainStep
 from nimble_core.autotune.choice import Choice
 from nimble_core.compiler import pipeline
 from nimble_core.ir.program import EAGER_CALL, KernelChoice
@@ -41,7 +42,7 @@ def of_old_weights(module: fx.GraphModule, node: fx.Node) -> None:
 
 def a_row_too_far(module: fx.GraphModule, node: fx.Node) -> None:
     with module.graph.inserting_after(node):
-        moved = module.graph.call_function(torch.ops.aten.roll.default, (node, [1], [2]))
+        moved = module.graph.call_function(torch.ops.aten.roll.default, (node, [1], [-2]))
     moved.meta.update(node.meta)
     node.replace_all_uses_with(moved, delete_user_cb=lambda user: user is not moved)
 
@@ -115,6 +116,38 @@ def test_a_wrong_kernel_gives_way_on_a_gpu(make: Any, fault: Any, kind: Any, mon
     assert 0 in programs(net)[0].kept
     assert any("eager's calls run in place of" in note for note in engine(net).notes)
     torch.testing.assert_close(net(x), model(x), rtol=1e-3, atol=1e-3)  # TF32, in other orders
+
+
+@KINDS
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.compiler])])
+def test_a_wrong_kernel_of_a_training_step_gives_way(kind: Any, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, activation = pipeline.split_backward, torch.ops.aten.gelu_backward.default
+
+    def wrong(module: fx.GraphModule) -> None:
+        for node in [one for one in module.graph.nodes if one.target is activation][:1]:
+            a_row_too_far(module, node)
+        real(module)
+
+    monkeypatch.setattr(pipeline, "split_backward", wrong)
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 8)]
+    model = nn.Sequential(*layers).to(device)
+    other, x, y = copy.deepcopy(model), torch.randn(4, 16, device=device), torch.randn(4, 8, device=device)
+    step = TrainStep(
+        model, nn.functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), options=quick(kind)
+    ).prepare(x, y)
+    assert step.engine is not None
+    program = step.engine.recorded.recording.program
+    assert program.fuse == kind
+    assert program.kept
+    assert len(program.kept) < 4, "others are still done by kernels of this kind"
+    assert any("eager's calls run in place of" in note for note in step.engine.notes)
+    loss = nn.functional.mse_loss(other(x), y)
+    loss.backward()
+    torch.testing.assert_close(step(x, y), loss.detach(), rtol=1e-4, atol=1e-4)
+    for mine, eager in zip(model.parameters(), other.parameters(), strict=True):
+        assert eager.grad is not None
+        torch.testing.assert_close(mine, eager - 0.1 * eager.grad, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()

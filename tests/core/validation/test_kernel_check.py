@@ -53,6 +53,7 @@ def off_by_one_row(func: Callable[..., Any], result: int | None = None) -> Calla
     def moved(*args: Any, **kwargs: Any) -> Any:
         result = func(*args, **kwargs)
         made = [result] if isinstance(result, torch.Tensor) else [one for one in result or () if torch.is_tensor(one)]
+        made = made or [one for arg in args if isinstance(arg, (list, tuple)) for one in arg if torch.is_tensor(one)]
         made = made or [kwargs["out"]] if "out" in kwargs else made
         for at, one in enumerate(made or [next(arg for arg in reversed(args) if torch.is_tensor(arg))]):
             if only in (None, at) and one.dtype != torch.bool and one.numel() > 1:
@@ -81,6 +82,25 @@ def test_kernels_are_shown_right_and_each_planted_fault_is_found(name: str, devi
     for place, step in enumerate(variant.recording.steps):
         if step.call is not None:
             assert check_kernels(with_a_fault_at(variant, place), [x]).wrong, variant.recording.program.calls[step.call]
+
+
+@pytest.mark.compiler
+@DEVICES
+@pytest.mark.parametrize("name", ["tower", "perceptron"])
+def test_kernels_of_training_steps_are_shown_right_and_each_planted_fault_is_found(name: str, device: str) -> None:
+    model, draw = made(name, device)
+    optimizer = torch.optim.SGD(model.train().requires_grad_(True).parameters(), lr=0.01, momentum=0.9)
+    options = Options(fuse="inductor", policy="single")
+    step = TrainStep(model, lambda out: out.square().mean(), optimizer, options=options).prepare(x := draw())
+    assert step.engine is not None
+    variant = step.engine.recorded
+    assert check_kernels(variant, [x]).passed
+    for place, one in enumerate(variant.recording.steps):
+        if one.call is not None:
+            call = variant.recording.program.calls[one.call]
+            found = check_kernels(with_a_fault_at(variant, place), [x])
+            assert found.wrong, call
+            assert {*found.faults} & {*call.eager}, call
 
 
 NORM = torch.ops.aten.native_layer_norm.default
