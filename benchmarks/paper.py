@@ -76,6 +76,12 @@ def verdict(here: float, published: float, least: float = 1.02) -> str:
     return "holds" if here >= published else "holds less" if here > least else "does not hold"
 
 
+def judged(gain: Ratio, published: float, least: float = 1.02) -> str:
+    """Return that rule's verdict on a measured speed: undecided where the ends of its interval disagree."""
+    said = {verdict(one, published, least) for one in (gain.low, gain.high)}
+    return said.pop() if len(said) == 1 else "undecided"
+
+
 def median_of(ways: Ways, way: str, measure: str) -> float | None:
     """Median in µs; None where it was not measured."""
     return ways[way].medians.get(measure) if counts(ways.get(way)) else None
@@ -216,8 +222,8 @@ def claims(rows: Rows) -> str:
         way, ways = "drop-in-several" if ROWS[name].training else "several", rows.get(name, {})
         if (gain := over(ways, way)) is not None:
             title = ROWS[name].title + f", training, batch {ROWS[name].batch}" * ROWS[name].training
-            said = verdict(gain.value if gain.decided else gain.low, published)
-            cells = [f"{published:.2f}x", f"{gain.value:.2f}x", said, _reason(ways, way, gain.value, published)]
+            why = _reason(ways, way, gain.value, published)
+            cells = [f"{published:.2f}x", speed(ways, way), judged(gain, published), why]
             found.append([f"{title}: faster than eager", *cells])
     gpus = {str(one.environment.get("device_name")) for ways in rows.values() for one in ways.values()}
     heads = ["claim", "published (V100)", f"here ({', '.join(sorted(gpus))})", "verdict", "why"]
@@ -234,8 +240,8 @@ def _others(rows: Rows) -> Iterable[list[str]]:
     for at, what, sign in ((1, "more with concurrency", 1), (2, "less with MACs", -1)):
         if min(len({one[k] for one in found}) for k in (0, at)) > 1:  # what is all alike has no ranks
             rank = float(spearmanr([one.speed for one in found], [one[at] for one in found]).statistic)
-            said, judged = f"rank correlation {rank:.2f}", verdict(sign * rank, 0.5, 0.2)
-            yield [f"streams gain {what}", "said, no figure", said, judged, f"{len(found)} models"]
+            said, held = f"rank correlation {rank:.2f}", verdict(sign * rank, 0.5, 0.2)
+            yield [f"streams gain {what}", "said, no figure", said, held, f"{len(found)} models"]
     if spent := [prepared_s(ways["streams"]) for _, ways in _of(rows, training=False, way="streams")]:
         for what, here, published in (("mean", mean(spent), PREPARE_MEAN_S), ("most", max(spent), PREPARE_MOST_S)):
             why = "record, schedule and capture; checks and measured choice come on top"
@@ -250,10 +256,11 @@ def _others(rows: Rows) -> Iterable[list[str]]:
     for name in LARGE:
         if small and (gain := over(rows.get(name, {}), "drop-in-several")):
             few = name != "train-cyclegan"
-            held = gain.value <= geometric_mean(small) if few else gain.low > 1.02
+            less = "holds" if gain.value <= geometric_mean(small) else "does not hold"
             what = "gains less than CIFAR-10 training" if few else "gains, of small kernels"
-            yield [f"{ROWS[name].title}, batch {ROWS[name].batch}, {what}", "drawn, no figure", f"{gain.value:.2f}x",
-                   "holds" if held else "does not hold", _reason(rows[name], "", gain.value, 0)]  # fmt: skip
+            yield [f"{ROWS[name].title}, batch {ROWS[name].batch}, {what}", "drawn, no figure",
+                   speed(rows[name], "drop-in-several"), less if few else judged(gain, 1.02),
+                   _reason(rows[name], "", gain.value, 0)]  # fmt: skip
     if peers := [one.value for _, ways in _of(rows, training=False) if (one := over(ways, "several", "compile"))]:
         yield ["faster than a compiler", "TVM: 1.70x at most", f"torch.compile: {geometric_mean(peers):.2f}x, mean",
                verdict(geometric_mean(peers), 1.02), f"{min(peers):.2f}x to {max(peers):.2f}x"]  # fmt: skip

@@ -14,6 +14,7 @@ from benchmarks.models import Training
 from benchmarks.paper_rows import LARGE, PUBLISHED, ROWS
 from benchmarks.store import Record, read, write
 from benchmarks.table import NOTHING
+from nimble_core.ir.measurement import Ratio
 
 COUNTS = {"calls": 9, "edges": 12, "matched": 6, "full": 20, "planned": 6, "emitted": 6, "width": 4, "streams": 4}
 SECONDS = {"record s": 0.1, "capture single s": 0.1, "check equality s": 5.0}
@@ -49,6 +50,11 @@ def test_a_verdict_follows_from_the_figures() -> None:
     ]  # fmt: skip
     assert said[100.0][3] == "the GPU idles 80% of eager, whose host takes 9.0 µs a call"
     assert said[500.0][3].endswith("; a host of 21.6 µs a call would show what was published")
+
+
+def test_a_speed_whose_interval_holds_two_verdicts_is_undecided() -> None:
+    cases = {(0.9, 1.5): "undecided", (1.1, 1.5): "holds less", (3.0, 5.0): "undecided", (4.1, 9.0): "holds"}
+    assert {ends: paper.judged(Ratio("several", "eager", sum(ends) / 2, *ends), 4.0) for ends in cases} == cases
 
 
 def test_claims_about_all_models() -> None:
