@@ -76,8 +76,6 @@ class Timeline:
         streams: the device's own number of the stream on which it ran each span; empty if unknown. The lanes of a
             replay are the planned streams: a driver may spread them over its streams as it likes.
         check: what ``reliable`` rests on; None where every span was timed by ourselves.
-        nodes: graph node id of each span (low 32 bits: the node's place in its graph), so that what another tool saw of
-            the same graph can be joined; empty if unknown.
     """
 
     run: str
@@ -91,7 +89,6 @@ class Timeline:
     note: str = ""
     streams: tuple[int, ...] = ()
     check: SelfCheck | None = None
-    nodes: tuple[int, ...] = ()
 
     @property
     def length_ns(self) -> float:

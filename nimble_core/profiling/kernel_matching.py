@@ -153,7 +153,7 @@ def replay_timeline(
     What was launched ahead begins where its wait ends: with the end of what it waited for.
     """
     check = told.check
-    spans, streams, nodes, length = _median_replay(told.runs, raw, schedule, replays)
+    spans, streams, length = _median_replay(told.runs, raw, schedule, replays)
     return Timeline(
         run=schedule.policy,
         source="measured",
@@ -166,7 +166,6 @@ def replay_timeline(
         note=note or _doubt(check),
         streams=streams,
         check=check,
-        nodes=nodes,
     )
 
 
@@ -190,10 +189,10 @@ def _doubt(check: SelfCheck) -> str:
 
 def _median_replay(
     runs: Mapping[int, Sequence[Activity]], raw: RawGraph, schedule: Schedule, replays: int
-) -> tuple[tuple[Span, ...], tuple[int, ...], tuple[int, ...], float]:
-    """Return spans of the median replay, the device's stream and node id of each, and its length."""
+) -> tuple[tuple[Span, ...], tuple[int, ...], float]:
+    """Return spans of the median replay, the device's stream of each, and its length."""
     if not runs:
-        return (), (), (), 0.0
+        return (), (), 0.0
     starts = [min(run[i].start_ns for run in runs.values()) for i in range(replays)]
     ends = [max(run[i].end_ns for run in runs.values()) for i in range(replays)]
     order = sorted(range(replays), key=lambda i: ends[i] - starts[i])
@@ -209,7 +208,7 @@ def _median_replay(
         lane = schedule.stream[call] if call is not None else 0
         begun = max(run.start_ns, min(waited.get(node, 0), run.end_ns))
         start, end = float(begun - starts[chosen]), float(run.end_ns - starts[chosen])
-        drawn.append((Span(lane, start, end, call, short_kernel_name(run.name)), run.stream, run.node))
+        drawn.append((Span(lane, start, end, call, short_kernel_name(run.name)), run.stream))
     drawn.sort(key=lambda one: (one[0].start_ns, one[0].lane))
-    spans, streams, nodes = zip(*drawn, strict=True)
-    return spans, streams, nodes, float(ends[chosen] - starts[chosen])
+    spans, streams = zip(*drawn, strict=True)
+    return spans, streams, float(ends[chosen] - starts[chosen])

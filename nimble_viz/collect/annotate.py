@@ -1,11 +1,7 @@
 """``annotate``: join what Nsight Systems saw of a report's replays to the report's calls.
 
-A node's id tells it exactly. What the id means is found in one of two ways, the surest first:
-
-1. By the NVTX ranges that a capture leaves in the profile: a node belongs to the call in whose range it was captured,
-   and a node of an instantiated graph to the call of the node it was copied from.
-2. By its place in the graph, the lower half of its id. It is the same for the same plan in every process. The report
-   has to hold the places of its own replay, and a node counts only if its kernel has the name that the report knows.
+A capture leaves NVTX ranges in the profile: a node belongs to the call in whose range it was captured, and a node of an
+instantiated graph to the call of the node it was copied from.
 """
 
 from __future__ import annotations
@@ -18,13 +14,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from nimble_core.ir.program import Program
 from nimble_core.ir.schedule import Schedule
-from nimble_core.ir.timeline import SelfCheck, Span, Timeline
+from nimble_core.ir.timeline import SelfCheck
 from nimble_core.profiling.cupti import Activity
-from nimble_core.profiling.kernel_matching import TIMED, Told, replay_timeline
+from nimble_core.profiling.kernel_matching import Told, replay_timeline
 from nimble_core.profiling.kernel_names import short_kernel_name
 from nimble_core.profiling.nvtx import call_name, whole_name
 from nimble_core.scheduling.verify_capture import RawGraph
@@ -36,7 +31,7 @@ from nimble_viz.export.tables import no_formula
 from nimble_viz.render.report import Report, load
 from nimble_viz.report.data import ReportData
 from nimble_viz.traces.events import HostEvent
-from nimble_viz.traces.nsight import Export, Replay, node_of, process_of, read_export
+from nimble_viz.traces.nsight import Export, Replay, process_of, read_export
 
 __all__ = ["COLUMNS", "Annotation", "Expected", "Joined", "annotate", "expected", "join"]
 
@@ -49,10 +44,7 @@ COLUMNS = (
 )  # fmt: skip
 """Columns of ``Annotation.rows``. The first six have the names of the export, and join to its tables."""
 
-_HOW: dict[Way, str] = {
-    "capture ranges": "by the NVTX ranges in which the graph's nodes were captured",
-    "graph node ids": "by graph node id and kernel name",
-}
+_HOW = "by the NVTX ranges in which the graph's nodes were captured"
 _LISTED = 8
 
 Row = tuple[int, int, int, int, int, int, str, int, int | None, str, str, str, int | None]
@@ -113,7 +105,7 @@ class Annotation:
         joined, check = self.joined, self.check
         line = self.report.timeline(self.run)
         lines = [
-            f"{self.source}: {plural(len(joined.replays), 'replay')} of {self.run!r}, calls told {_HOW[joined.way]}",
+            f"{self.source}: {plural(len(joined.replays), 'replay')} of {self.run!r}, calls told {_HOW}",
             f"  {format_count(check.seen)} of {plural(check.expected, 'node')} seen in every replay"
             + (f"; the median replay took {format_ns(line.length_ns)}" if line else ""),
         ]
@@ -144,9 +136,8 @@ def annotate(export: str | os.PathLike[str], report: Report | str | os.PathLike[
     if not isinstance(report, ReportData):
         report = load(report)
     schedule = _schedule(report, run or report.chosen)
-    line = report.timeline(schedule.policy)
     seen = read_export(export)
-    joined = join(seen, expected(report.program, schedule, line))
+    joined = join(seen, expected(report.program, schedule))
     source = Path(export).name
     notes = _notes(report, seen, joined)
     known = report.measurement(schedule.policy)
@@ -157,7 +148,7 @@ def annotate(export: str | os.PathLike[str], report: Report | str | os.PathLike[
         len(joined.replays),
         clock=CLOCK,
         unprofiled_ns=known.median_ns if known and not _elsewhere(report, seen) else 0.0,
-        note="; ".join((f"from {source}, {plural(len(joined.replays), 'replay')}, {_HOW[joined.way]}", *notes)),
+        note="; ".join((f"from {source}, {plural(len(joined.replays), 'replay')}, {_HOW}", *notes)),
     )
     at = next((at for at, one in enumerate(report.timelines) if one.run == found.run), len(report.timelines))
     lines = (*report.timelines[:at], found, *report.timelines[at + 1 :])
@@ -182,8 +173,6 @@ def _elsewhere(report: Report, seen: Export) -> bool:
 def _notes(report: Report, seen: Export, joined: Joined) -> tuple[str, ...]:
     """Say what did not match, with counts and names, and what else to doubt."""
     notes = []
-    if joined.missing:
-        notes.append(f"kernels of the report's replay that this one does not run: {_listed(joined.missing)}")
     if joined.strangers:
         notes.append(f"in each replay, of no call: {_listed(joined.strangers)}")
     if joined.partial:
@@ -203,39 +192,29 @@ def _listed(counts: tuple[tuple[str, int], ...]) -> str:
     return f"{named} and {format_count(more)} more" if more else named
 
 
-Way = Literal["capture ranges", "graph node ids"]
-
-
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a replay of a plan runs, as far as a report knows it.
-
-    Nodes whose kernel is known are ``(kind, short name, call)``; ``places`` are positions in them by place in it.
-    """
+    """What a profile of a plan holds: names of its ranges, and of its calls'."""
 
     schedule: Schedule
     capture: str
     replay: str
     calls: tuple[str, ...]
-    kernels: tuple[tuple[str, str, int | None], ...]
-    places: Mapping[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
     """The replays of one graph that ran the same nodes as most (``partial`` did not), node by node.
 
-    ``places`` are positions in ``raw`` of the nodes that were told, by whole id. ``missing`` are kernels of the report
-    that no node ran, ``strangers`` those of no call in each replay, ``rivals`` other graphs that fit as well.
+    ``places`` are positions in ``raw`` of the nodes that were told, by whole id. ``strangers`` are kernels of no call
+    in each replay, ``rivals`` other graphs that fit as well.
     """
 
-    way: Way
     told: Told
     raw: RawGraph
     places: Mapping[int, int]
     replays: tuple[Replay, ...]
     partial: int
-    missing: tuple[tuple[str, int], ...]
     strangers: tuple[tuple[str, int], ...]
     rivals: int = 0
 
@@ -244,18 +223,10 @@ class Joined:
         return self.raw.owner[self.places[node]] if node in self.places else None
 
 
-def expected(program: Program, schedule: Schedule, line: Timeline | None) -> Expected:
-    """Collect what a report knows of a plan's replays; no kernels if ``line`` is simulated or unreliable, or None."""
-    known = line is not None and line.source == "measured" and line.reliable
-    spans, ids = (line.spans, line.nodes) if line is not None and known else ((), ())
-    return Expected(
-        schedule=schedule,
-        capture=whole_name("capture", program, schedule),
-        replay=whole_name("replay", program, schedule),
-        calls=tuple(map(call_name, program.calls)),
-        kernels=tuple(_kernel(span) for span in spans),
-        places={place: at for at, place in enumerate(ids)},
-    )
+def expected(program: Program, schedule: Schedule) -> Expected:
+    """Name the ranges that a plan's capture and replays leave."""
+    capture, replay = (whole_name(kind, program, schedule) for kind in ("capture", "replay"))
+    return Expected(schedule, capture, replay, tuple(map(call_name, program.calls)))
 
 
 def join(export: Export, plan: Expected) -> Joined:
@@ -264,7 +235,7 @@ def join(export: Export, plan: Expected) -> Joined:
     Where the profile holds the plan's own ranges around replays, only those replays count.
 
     Raises:
-        InputError: no graph in the profile is the plan's: fewer than half of the nodes of each could be told.
+        InputError: no graph in the profile is the plan's.
 
     Complexity:
         O(n log n) in activities, nodes and ranges.
@@ -273,10 +244,8 @@ def join(export: Export, plan: Expected) -> Joined:
     found = []
     for replays in _graphs(export, plan):
         whole, partial = _whole(replays)
-        ways = _by_capture(export, owners, whole[0]), _by_place(export, plan, whole[0])
-        able = [_joined(way, calls, whole, partial, plan) for way, calls in zip(_HOW, ways, strict=True) if calls]
-        if able:
-            found.append(max(able, key=_rank))
+        if calls := _by_capture(export, owners, whole[0]):
+            found.append(_joined(calls, whole, partial))
     if not found:
         graphs = len({replay.graph for replay in export.replays})
         many = (
@@ -291,8 +260,8 @@ def join(export: Export, plan: Expected) -> Joined:
     return replace(best, rivals=sum(_rank(one) == _rank(best) for one in found) - 1)
 
 
-def _rank(one: Joined) -> tuple[bool, int, int]:
-    return one.told.check.passed, int(one.way == "capture ranges"), one.told.check.seen
+def _rank(one: Joined) -> tuple[bool, int]:
+    return one.told.check.passed, one.told.check.seen
 
 
 def _graphs(export: Export, plan: Expected) -> list[list[Replay]]:
@@ -369,19 +338,7 @@ def _by_capture(export: Export, owners: Mapping[tuple[int, int], int | None], re
     return {node: owners[key] for node, key in captured.items() if key in owners}
 
 
-def _by_place(export: Export, plan: Expected, replay: Replay) -> dict[int, int | None]:
-    """Return the calls of nodes with the place and the kernel of a node of the report; empty if they are too few."""
-    calls: dict[int, int | None] = {}
-    for node, activity in zip(replay.nodes, replay.activities, strict=True):
-        at = plan.places.get(node_of(_source(export, replay.process, node)))
-        if at is not None and (activity.kind, _name(activity)) == plan.kernels[at][:2]:
-            calls[node] = plan.kernels[at][2]
-    return calls if 2 * len(calls) >= max(1, len(plan.kernels), len(replay.nodes)) else {}
-
-
-def _joined(
-    way: Way, calls: Mapping[int, int | None], whole: tuple[Replay, ...], partial: int, plan: Expected
-) -> Joined:
+def _joined(calls: Mapping[int, int | None], whole: tuple[Replay, ...], partial: int) -> Joined:
     places = {node: place for place, node in enumerate(sorted(calls))}
     runs: dict[int, list[Activity]] = {place: [] for place in range(len(calls))}
     strangers: Counter[str] = Counter()
@@ -394,20 +351,10 @@ def _joined(
     kinds = tuple(of[0].kind for of in runs.values())
     raw = RawGraph(tuple(runs), kinds, (), tuple(calls[node] for node in places))
     once = {place: tuple(of) for place, of in runs.items() if len(of) == len(whole)}
-    size = len(calls) if way == "capture ranges" else len(plan.kernels)
-    check = SelfCheck(size, len(once), "graph node id", strangers.total() * len(whole))
-    missing = Counter(name for _, name, _ in plan.kernels) - Counter(_name(of[0]) for of in once.values())
-    return Joined(way, Told(once, check), raw, places, whole, partial, _sorted(missing), _sorted(strangers))
-
-
-def _sorted(counts: Counter[str]) -> tuple[tuple[str, int], ...]:
-    return tuple(sorted(counts.items(), key=lambda one: (-one[1], one[0])))
+    check = SelfCheck(len(calls), len(once), "graph node id", strangers.total() * len(whole))
+    counted = sorted(strangers.items(), key=lambda one: (-one[1], one[0]))
+    return Joined(Told(once, check), raw, places, whole, partial, tuple(counted))
 
 
 def _name(activity: Activity) -> str:
     return activity.kind if activity.kind != "kernel" else short_kernel_name(activity.name)
-
-
-def _kernel(span: Span) -> tuple[str, str, int | None]:
-    name = short_kernel_name(span.name)
-    return name if name in TIMED else "kernel", name, span.call

@@ -33,7 +33,7 @@ _SIGNED: dict[str, set[str]] = {
     "Schedule": {"priority"},
     "Measurement": {"spread", "drift"},
     "Kernel": {"node"},
-    "Timeline": {"streams", "nodes"},
+    "Timeline": {"streams"},
     "CallOverhead": {"python_ns", "dispatch_ns", "allocation_ns", "launch_ns", "tail_ns", "work_ns", "exposed_ns"},
     "OverheadProfile": {"remainder_ns", "device_idle_share"},
     "Sampling": {"loader_ns"},
@@ -191,8 +191,7 @@ def _check_overhead(profile: OverheadProfile, size: int) -> None:
 def _check_timeline(line: Timeline, size: int, where: str) -> None:
     lanes, spans, before = len(line.lanes), len(line.spans), 0.0
     rule = "a span lies on a lane, belongs to a call or none, does not end before it starts, and spans are sorted"
-    for name, of_spans in (("streams", line.streams), ("nodes", line.nodes)):
-        _require(len(of_spans) in (0, spans), f"{where}.{name}", f"{len(of_spans)} for {spans} spans")
+    _require(len(line.streams) in (0, spans), f"{where}.streams", f"{len(line.streams)} for {spans} spans")
     for k, span in enumerate(line.spans):
         fits = span.lane < lanes and before <= span.start_ns <= span.end_ns and (span.call is None or span.call < size)
         if not fits:

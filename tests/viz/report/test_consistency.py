@@ -29,7 +29,6 @@ _DAMAGE: tuple[tuple[str, str, Any], ...] = (
     ("plain", "graph.size", 13),
     ("plain", "environment.others", 1e30),
     ("plain", "timelines[1].streams", [7]),
-    ("plain", "timelines[1].nodes", [7]),
     ("plain", "work.eager", [1]),
     ("plain", "work.processors.count", 0),
     ("plain", "candidates[0].measurement.samples_ns[0]", 1e30),

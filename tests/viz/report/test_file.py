@@ -209,7 +209,7 @@ _LATER_FIELDS = (
     ("plain", "eager peers program.fuse program.calls.*.eager candidates.*.fuse candidates.*.fuse_s"),
     ("plain", "sampling overhead.waiting_ns overhead.loader_ns overhead.idle overhead.calls.*.tail_ns"),
     ("old", "work sources"),
-    ("plain", "timelines.*.streams timelines.*.check timelines.*.nodes"),
+    ("plain", "timelines.*.streams timelines.*.check"),
 )
 """Fields that came later, and a sample in which they have their defaults."""
 
