@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 WARM_UPS, SAMPLES, CALLS, BLOCKS, DEVICE_BLOCKS = 10, 400, 50, 17, 17
-BLOCK_S, LEAST_CALLS = 0.1, 5  # a block may last so long, but for so many calls: seconds of them hide one wait as well
+BLOCK_S, LEAST_CALLS = 0.1, 5  # a block takes about so long at most, but is never of fewer calls
 FEWEST = 16, 16  # samples of latency and of throughput that are taken however long they last
 Act = Callable[[], object]
 Timed = tuple[Act, Act]  # a call without arguments, and what waits until the device has done it

@@ -63,12 +63,12 @@ def over(ways: Ways, new: str, old: str = "eager", measure: str = "latency_us") 
     return store.over(ways.get(new), ways.get(old)).get(measure)
 
 
-def speed(ways: Ways, new: str, old: str = "eager", measure: str = "latency_us") -> str:
-    """Format a speed; as an interval where it is not decided."""
+def speed(ways: Ways, new: str, old: str = "eager", measure: str = "latency_us", *, ends: bool = False) -> str:
+    """Format a speed; as an interval where it is not decided, or its ``ends`` are asked for."""
     if (found := over(ways, new, old, measure)) is None:
         one = ways.get(new)
         return "–" if one is None else "wrong" if one.wrong else "failed" if one.error else "–"
-    return f"{found.value:.2f}x" if found.decided else f"{found.low:.2f} to {found.high:.2f}x"
+    return f"{found.value:.2f}x" if found.decided and not ends else f"{found.low:.2f} to {found.high:.2f}x"
 
 
 def verdict(here: float, published: float, least: float = 1.02) -> str:
@@ -222,8 +222,8 @@ def claims(rows: Rows) -> str:
         way, ways = "drop-in-several" if ROWS[name].training else "several", rows.get(name, {})
         if (gain := over(ways, way)) is not None:
             title = ROWS[name].title + f", training, batch {ROWS[name].batch}" * ROWS[name].training
-            why = _reason(ways, way, gain.value, published)
-            cells = [f"{published:.2f}x", speed(ways, way), judged(gain, published), why]
+            said, why = judged(gain, published), _reason(ways, way, gain.value, published)
+            cells = [f"{published:.2f}x", speed(ways, way, ends=said == "undecided"), said, why]
             found.append([f"{title}: faster than eager", *cells])
     gpus = {str(one.environment.get("device_name")) for ways in rows.values() for one in ways.values()}
     heads = ["claim", "published (V100)", f"here ({', '.join(sorted(gpus))})", "verdict", "why"]
@@ -256,7 +256,8 @@ def _others(rows: Rows) -> Iterable[list[str]]:
     for name in LARGE:
         if small and (gain := over(rows.get(name, {}), "drop-in-several")):
             few = name != "train-cyclegan"
-            less = "holds" if gain.value <= geometric_mean(small) else "does not hold"
+            least = geometric_mean(small)
+            less = "holds" if gain.high <= least else "does not hold" if gain.low > least else "undecided"
             what = "gains less than CIFAR-10 training" if few else "gains, of small kernels"
             yield [f"{ROWS[name].title}, batch {ROWS[name].batch}, {what}", "drawn, no figure",
                    speed(rows[name], "drop-in-several"), less if few else judged(gain, 1.02),

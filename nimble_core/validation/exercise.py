@@ -90,7 +90,8 @@ class StandIns:
             return whole.clone()
         if not float(most):
             size = _ZEROS_BECOME if shown.dim() < 2 else float(max(shown[0].numel(), 1)) ** -0.5
-            return torch.empty_like(wide).normal_(0.0, size, generator=generator).to(whole.dtype)
+            # Of no sign: an optimizer takes roots of means of squares, which are zero at first.
+            return torch.empty_like(wide).normal_(0.0, size, generator=generator).abs_().to(whole.dtype)
         return (wide * torch.empty_like(wide).uniform_(0.5, 1.5, generator=generator)).to(whole.dtype)
 
 

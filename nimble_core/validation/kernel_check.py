@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from math import isfinite
+from typing import Literal
 
 import torch
 
@@ -34,6 +35,7 @@ __all__ = ["KernelCheck", "check_kernels"]
 _TELLING = 10.0
 """How many times its bound a result has to vary for a comparison to show anything."""
 
+_STATE = {"input", "parameter", "buffer"}
 _PRODUCTS = {"convolution", "mm", "addmm", "bmm", "baddbmm"}
 
 
@@ -177,7 +179,8 @@ class _Walk:
         self._needed = predecessors(eager.graph)
         self._lowest = lowest_precision(eager.recording.program)
         self._owners = _owners(self._kernels)
-        self._readers, self._read_by = _readers(self._calls), _readers(self._kernels)
+        self._readers, self._read_by = _users(self._calls, "reads"), _users(self._kernels, "reads")
+        self._written_by = _users(self._kernels, "writes")
         self._kept = variant.recording.program.kept
         self._corrects = corrects
         self._corrected: set[int] = set()
@@ -186,6 +189,7 @@ class _Walk:
         self._done: set[int] = set()
         self._shown: set[int] = set()
         self._dull: set[int] = set()
+        self._spoilt: set[int] = set()  # what they leave in the model's state is not what eager does
 
     def checked(self) -> KernelCheck:
         """Go through all of them."""
@@ -215,6 +219,10 @@ class _Walk:
                         results.discard(index)
             if not results and all(found.values()):
                 break
+        state = {name for one in call.eager for name in _state_written(self._theirs.issuer.recording.program, one)}
+        storages = self._mine.issuer.recording.program.storages
+        if any(not pairs and storages[ref.storage].name in state for ref, pairs in found.items()):
+            self._spoilt.add(call.index)
         if results:
             if self._corrects:
                 self._correct(_Unlike(call, written, results))
@@ -228,8 +236,8 @@ class _Walk:
 
     def _is_eagers(self, call: Call) -> bool:
         """Whether a kernel is an eager call that was kept: where it varies too little, there is nothing to show."""
-        one = call.eager[0]
-        return len(call.eager) == 1 and one in self._kept and call.operator == self._calls[one].operator
+        kept = len(call.eager) == 1 and call.eager[0] in self._kept
+        return kept and call.operator == self._calls[call.eager[0]].operator
 
     def _correct(self, wrong: _Unlike) -> None:
         """Let those who read what a kernel made find eager's results.
@@ -323,15 +331,17 @@ class _Walk:
 
         A kernel may compute it once more from what it was made of.
         """
-        readers = self._readers.get(pair.eager.storage, set())
+        readers = set(self._readers.get(pair.eager.storage, ()))
         for reader in readers:
             owners = [self._kernels[at] for at in self._owners.get(reader, ()) if at > call.index]
             alike = [any(ref.storage == pair.ref.storage for ref in one.reads) for one in owners]
             if bool(owners) == (reader in self._done) or not all(alike):
                 return False
         # Of a sum that eager hands out, a kernel may make the rest of what eager has done inside of the same call.
-        later = [self._kernels[at] for at in self._read_by.get(pair.ref.storage, ()) if at > call.index]
-        return all(readers.intersection(one.eager) for one in later)
+        ends = self._written_by[pair.ref.storage]
+        until = min((at for at in ends if at > call.index), default=len(self._kernels))
+        later = [self._kernels[at] for at in self._read_by.get(pair.ref.storage, ()) if call.index < at <= until]
+        return all(readers.intersection(one.eager) for one in later if one.eager)
 
     def _refresh(self, pair: _Pair) -> None:
         if not pair.theirs.is_floating_point() or pair.theirs.dtype.itemsize == 1:
@@ -357,14 +367,15 @@ class _Walk:
             made = {ref.storage for ref in call.writes}
             read = {storage: {at for at in self._read_by.get(storage, ()) if at > call.index} for storage in made}
             told = [storage in handed_out or after <= shown for storage, after in read.items() if after]
-            if made & broken:  # an optimizer that reads a gradient shows little of it: its step is small
+            # An optimizer that reads a gradient shows little of it, since its step is small.
+            if call.index in self._spoilt or any(self._written_by[one][0] == call.index for one in made & broken):
                 shown.discard(call.index)
             elif all(told) and (told or made & handed_out):
                 shown.add(call.index)
         missing = [call for call in self._kernels if call.index not in shown]
         # A change of layout stands for no eager call: nothing is compared until it is read.
         suspects = [call for call in missing if call.eager and call.index not in self._dull] or missing
-        wrong = None in rights
+        wrong = None in rights or bool(self._spoilt)
         return KernelCheck(
             len(self._kernels),
             len(shown),
@@ -383,13 +394,19 @@ def _owners(calls: Sequence[Call]) -> dict[int, list[int]]:
     return found
 
 
-def _readers(calls: Sequence[Call]) -> dict[int, set[int]]:
-    """Find the calls that read each storage."""
-    found: dict[int, set[int]] = {}
+def _users(calls: Sequence[Call], how: Literal["reads", "writes"]) -> dict[int, list[int]]:
+    """Find the calls that read, or write, each storage, in their order."""
+    found: dict[int, list[int]] = {}
     for call in calls:
-        for ref in call.reads:
-            found.setdefault(ref.storage, set()).add(call.index)
+        for storage in {ref.storage for ref in getattr(call, how)}:
+            found.setdefault(storage, []).append(call.index)
     return found
+
+
+def _state_written(program: Program, call: int) -> set[str]:
+    """Name what a call writes that outlives a run: running statistics, parameters, an optimizer's moments."""
+    written = [program.storages[ref.storage] for ref in program.calls[call].writes]
+    return {one.name for one in written if one.name and one.role in _STATE}
 
 
 def _last_wanted(program: Program) -> dict[int, int]:

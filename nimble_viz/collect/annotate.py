@@ -117,11 +117,11 @@ class Annotation:
 
 
 def annotate(export: str | os.PathLike[str], report: Report | str | os.PathLike[str], run: str = "") -> Annotation:
-    """Join an Nsight Systems profile to the calls of ``report``, by graph node id.
+    """Join an Nsight Systems profile to the calls of ``report``.
 
-    The profile is of the report's model, in any process, taken with ``--cuda-graph-trace=node`` (and ``nvtx`` in
-    ``--trace``, so that the profile itself tells the nodes), exported by ``nsys export --type sqlite``. Needs neither
-    torch nor a GPU. The file is only read.
+    The profile is of a process that prepared the report's plan while it was watched with ``--trace=cuda,nvtx
+    --cuda-graph-trace=node``, exported by ``nsys export --type sqlite``. Neither torch nor a GPU is needed. The file is
+    only read.
 
     Args:
         export: the SQLite file.
@@ -194,7 +194,7 @@ def _listed(counts: tuple[tuple[str, int], ...]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a profile of a plan holds: names of its ranges, and of its calls'."""
+    """Names of the ranges that a profile of a plan holds: of its capture, of its replays, and of its calls."""
 
     schedule: Schedule
     capture: str
@@ -244,8 +244,11 @@ def join(export: Export, plan: Expected) -> Joined:
     found = []
     for replays in _graphs(export, plan):
         whole, partial = _whole(replays)
-        if calls := _by_capture(export, owners, whole[0]):
-            found.append(_joined(calls, whole, partial))
+        sources = {node: (whole[0].process, _source(export, whole[0].process, node)) for node in whole[0].nodes}
+        if calls := {node: owners[source] for node, source in sources.items() if source in owners}:
+            made_of = {(process, node >> 32) for process, node in sources.values()}
+            captured = sum((process, node >> 32) in made_of for process, node in owners)
+            found.append(_joined(calls, captured, whole, partial))
     if not found:
         graphs = len({replay.graph for replay in export.replays})
         many = (
@@ -332,13 +335,7 @@ def _source(export: Export, process: int, node: int) -> int:
     return node
 
 
-def _by_capture(export: Export, owners: Mapping[tuple[int, int], int | None], replay: Replay) -> dict[int, int | None]:
-    """Return the calls of nodes that were captured in a range."""
-    captured = {node: (replay.process, _source(export, replay.process, node)) for node in replay.nodes}
-    return {node: owners[key] for node, key in captured.items() if key in owners}
-
-
-def _joined(calls: Mapping[int, int | None], whole: tuple[Replay, ...], partial: int) -> Joined:
+def _joined(calls: Mapping[int, int | None], captured: int, whole: tuple[Replay, ...], partial: int) -> Joined:
     places = {node: place for place, node in enumerate(sorted(calls))}
     runs: dict[int, list[Activity]] = {place: [] for place in range(len(calls))}
     strangers: Counter[str] = Counter()
@@ -351,7 +348,7 @@ def _joined(calls: Mapping[int, int | None], whole: tuple[Replay, ...], partial:
     kinds = tuple(of[0].kind for of in runs.values())
     raw = RawGraph(tuple(runs), kinds, (), tuple(calls[node] for node in places))
     once = {place: tuple(of) for place, of in runs.items() if len(of) == len(whole)}
-    check = SelfCheck(len(calls), len(once), "graph node id", strangers.total() * len(whole))
+    check = SelfCheck(captured, len(once), "graph node id", strangers.total() * len(whole))
     counted = sorted(strangers.items(), key=lambda one: (-one[1], one[0]))
     return Joined(Told(once, check), raw, places, whole, partial, tuple(counted))
 

@@ -21,7 +21,7 @@ from nimble_core.utils.errors import ReportFileError
 from nimble_viz.report.file import in_file
 from nimble_viz.traces.events import HostEvent
 
-__all__ = ["Created", "Export", "Replay", "node_of", "read_export"]
+__all__ = ["Created", "Export", "Replay", "read_export"]
 
 _SQLITE = b"SQLite format 3\0"
 _LATEST = 1 << 62

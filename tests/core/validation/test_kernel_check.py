@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 from nimble_core import Options, TrainStep
 from nimble_core.autotune.capture_pipeline import device_for
 from nimble_core.compiler.pipeline import fuse
+from nimble_core.ir.program import Call, Program
 from nimble_core.tracing.recorded import Recorded, Stopwatch, check_inputs, record_static
 from nimble_core.validation import kernel_check
 from nimble_core.validation.exercise import Copies, StandIns, fresh_like
@@ -84,23 +86,61 @@ def test_kernels_are_shown_right_and_each_planted_fault_is_found(name: str, devi
             assert check_kernels(with_a_fault_at(variant, place), [x]).wrong, variant.recording.program.calls[step.call]
 
 
-@pytest.mark.compiler
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
+    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-3),
+}
+
+
+def rewritten_step(model: nn.Module, x: torch.Tensor, optimizer: str, kind: Any) -> Recorded:
+    options = Options(tune="off", policy="single", fuse="none")
+    made = OPTIMIZERS[optimizer](model.train().requires_grad_(True).parameters())
+    step = TrainStep(model, lambda out: out.square().mean(), made, options=options).prepare(x)
+    assert step.engine is not None
+    return fuse(device_for(x.device), step.engine.recorded, kind, measure=False, step=Stopwatch())
+
+
+def results_that_matter(program: Program) -> Iterator[tuple[Call, int]]:
+    """Yield calls with the number of each result that is read later, handed out, or outlives a step."""
+    wanted = {ref.storage: len(program.calls) for ref in program.outputs}
+    wanted |= {ref.storage: call.index for call in program.calls for ref in call.reads if ref.storage not in wanted}
+    for call in program.calls:
+        for at, ref in enumerate(call.writes):
+            storage = program.storages[ref.storage]
+            # Kernels may write running statistics that their backward reads: a step's state is compared besides.
+            state = storage.role in ("parameter", "buffer") and not storage.name.endswith(("mean", "var"))
+            later = wanted.get(ref.storage, -1) > call.index and storage.role == "intermediate"
+            if ref.dtype == "float32" and prod(ref.sizes) > 1 and (state or later):
+                yield call, at
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, variant: Recorded, call: int, result: int) -> None:
+    """Let a call's result be of the other sign, and larger: of some only the sign is read."""
+    issue, recording = kernel_check._Run.issue, variant.recording
+
+    def spoilt(run: Any, index: int) -> None:
+        issue(run, index)
+        if index == call and run.issuer.recording.program is recording.program:
+            list(run.written(index))[result][1].mul_(-1.5)
+
+    monkeypatch.setattr(kernel_check._Run, "issue", spoilt)
+
+
+@KINDS
 @DEVICES
 @pytest.mark.parametrize("name", ["tower", "perceptron"])
-def test_kernels_of_training_steps_are_shown_right_and_each_planted_fault_is_found(name: str, device: str) -> None:
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_each_result_of_a_training_step_is_asked_about(name: str, optimizer: str, device: str, kind: str) -> None:
     model, draw = made(name, device)
-    optimizer = torch.optim.SGD(model.train().requires_grad_(True).parameters(), lr=0.01, momentum=0.9)
-    options = Options(fuse="inductor", policy="single")
-    step = TrainStep(model, lambda out: out.square().mean(), optimizer, options=options).prepare(x := draw())
-    assert step.engine is not None
-    variant = step.engine.recorded
-    assert check_kernels(variant, [x]).passed
-    for place, one in enumerate(variant.recording.steps):
-        if one.call is not None:
-            call = variant.recording.program.calls[one.call]
-            found = check_kernels(with_a_fault_at(variant, place), [x])
-            assert found.wrong, call
-            assert {*found.faults} & {*call.eager}, call
+    variant = rewritten_step(model, x := draw(), optimizer, kind)
+    inputs = [x]
+    assert check_kernels(variant, inputs).passed
+    for call, result in results_that_matter(variant.recording.program):
+        with pytest.MonkeyPatch.context() as patch:
+            spoil(patch, variant, call.index, result)
+            found = check_kernels(variant, inputs)
+        assert found.wrong, (call, result)
 
 
 NORM = torch.ops.aten.native_layer_norm.default
