@@ -103,7 +103,7 @@ def replayed(call: Act, kind: Any) -> tuple[Act, int]:
 
 
 def device_samples(replay: Act, synchronize: Act, event: Callable[[], Any], calls: int = CALLS) -> tuple[float, ...]:
-    """Device time of a ``replay``, µs: so many back to back between two events, after an untimed one."""
+    """Device time of a ``replay``, µs: ``calls`` of them back to back between two events, after an untimed one."""
     found: list[float] = []
     for _ in range(DEVICE_BLOCKS):
         first, last = event(), event()

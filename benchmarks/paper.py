@@ -258,9 +258,11 @@ def _others(rows: Rows) -> Iterable[list[str]]:
             few = name != "train-cyclegan"
             least = geometric_mean(small)
             less = "holds" if gain.high <= least else "does not hold" if gain.low > least else "undecided"
-            what = "gains less than CIFAR-10 training" if few else "gains, of small kernels"
-            yield [f"{ROWS[name].title}, batch {ROWS[name].batch}, {what}", "drawn, no figure",
-                   speed(rows[name], "drop-in-several"), less if few else judged(gain, 1.02),
+            said, what = (
+                (less, "gains less than CIFAR-10 training") if few else (judged(gain, 1.02), "gains, of small kernels")
+            )
+            here = speed(rows[name], "drop-in-several", ends=said == "undecided")
+            yield [f"{ROWS[name].title}, batch {ROWS[name].batch}, {what}", "drawn, no figure", here, said,
                    _reason(rows[name], "", gain.value, 0)]  # fmt: skip
     if peers := [one.value for _, ways in _of(rows, training=False) if (one := over(ways, "several", "compile"))]:
         yield ["faster than a compiler", "TVM: 1.70x at most", f"torch.compile: {geometric_mean(peers):.2f}x, mean",

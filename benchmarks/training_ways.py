@@ -41,9 +41,10 @@ def open_case(row: Row, given: Training, job: Job) -> Case:
         torch.backends.cudnn.benchmark = True
         for channels_last in (False, True):
             x = _laid_out(case) if channels_last else case.args[0]
+            step = _step(case, *_model(case, channels_last=channels_last))
             for elsewhere in (True, False):  # choices are kept by thread; our backward runs in this one
                 with torch.autograd.set_multithreading_enabled(elsewhere):
-                    _step(case, *_model(case, channels_last=channels_last))(x, case.args[1])
+                    step(x, case.args[1])
         torch.backends.cudnn.benchmark = False
     return case
 

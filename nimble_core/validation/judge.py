@@ -124,7 +124,7 @@ class Judge:
         return replace(check, passed=not reason, reason=reason)
 
     def _one_by_one(self, variant: Recorded, check: EqualityCheck) -> KernelCheck:
-        """Check each kernel, once: which are to blame, and give way to eager's calls? Noted.
+        """Check each kernel, once, and note how many are right: those that are not give way to eager's calls.
 
         Of a training step nothing is said to be right by this: a branch that rounding decides otherwise (ReLU) moves
         what kernels far behind it make.

@@ -35,7 +35,7 @@ __all__ = ["KernelCheck", "check_kernels"]
 _TELLING = 10.0
 """How many times its bound a result has to vary for a comparison to show anything."""
 
-_STATE = {"input", "parameter", "buffer"}
+_STATE = {"input", "parameter", "buffer"}  # roles of what outlives a run: weights, running statistics, moments
 _PRODUCTS = {"convolution", "mm", "addmm", "bmm", "baddbmm"}
 
 
@@ -219,9 +219,7 @@ class _Walk:
                         results.discard(index)
             if not results and all(found.values()):
                 break
-        state = {name for one in call.eager for name in _state_written(self._theirs.issuer.recording.program, one)}
-        storages = self._mine.issuer.recording.program.storages
-        if any(not pairs and storages[ref.storage].name in state for ref, pairs in found.items()):
+        if self._spoils_state(call, [ref for ref, pairs in found.items() if not pairs]):
             self._spoilt.add(call.index)
         if results:
             if self._corrects:
@@ -233,6 +231,13 @@ class _Walk:
         for pairs in found.values():
             if len(pairs) == 1 and pairs[0].telling and self._read_alike(call, pairs[0]):
                 self._refresh(pairs[0])
+
+    def _spoils_state(self, call: Call, unlike: Sequence[TensorRef]) -> bool:
+        """Whether results ``unlike`` eager's lie where its calls leave something that outlives a run."""
+        mine, theirs = (run.issuer.recording.program.storages for run in (self._mine, self._theirs))
+        left = (theirs[ref.storage] for index in call.eager for ref in self._calls[index].writes)
+        state = {one.name for one in left if one.name and one.role in _STATE}
+        return any(mine[ref.storage].name in state for ref in unlike)
 
     def _is_eagers(self, call: Call) -> bool:
         """Whether a kernel is an eager call that was kept: where it varies too little, there is nothing to show."""
@@ -401,12 +406,6 @@ def _users(calls: Sequence[Call], how: Literal["reads", "writes"]) -> dict[int, 
         for storage in {ref.storage for ref in getattr(call, how)}:
             found.setdefault(storage, []).append(call.index)
     return found
-
-
-def _state_written(program: Program, call: int) -> set[str]:
-    """Name what a call writes that outlives a run: running statistics, parameters, an optimizer's moments."""
-    written = [program.storages[ref.storage] for ref in program.calls[call].writes]
-    return {one.name for one in written if one.name and one.role in _STATE}
 
 
 def _last_wanted(program: Program) -> dict[int, int]:

@@ -103,8 +103,7 @@ def rewritten_step(model: nn.Module, x: torch.Tensor, optimizer: str, kind: Any)
 
 def results_that_matter(program: Program) -> Iterator[tuple[Call, int]]:
     """Yield calls with the number of each result that is read later, handed out, or outlives a step."""
-    wanted = {ref.storage: len(program.calls) for ref in program.outputs}
-    wanted |= {ref.storage: call.index for call in program.calls for ref in call.reads if ref.storage not in wanted}
+    wanted = kernel_check._last_wanted(program)
     for call in program.calls:
         for at, ref in enumerate(call.writes):
             storage = program.storages[ref.storage]
