@@ -120,7 +120,7 @@ def explained(report: ReportData, name: str) -> str:
     if plan is None:
         return ""
     fuse, policy = split_plan(name)
-    calls = f"{format_count(len(report.program.calls))} {_KERNELS[fuse]}calls"
+    calls = plural(len(report.program.calls), f"{_KERNELS[fuse]}call")
     if report.eager is not None:
         calls += f" for {format_count(len(report.eager.calls))} of eager"
     if plan.streams < 2:

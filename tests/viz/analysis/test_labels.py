@@ -77,3 +77,4 @@ def test_runs_and_plans_have_names_that_tell_whose_kernels_they_run():
         "44 compiled calls for 60 of eager on 4 streams, as few waits as full concurrency allows (nimble)"
     )
     assert explained(report, "inductor, single") == "44 compiled calls for 60 of eager on one stream"
+    assert explained(sample_report(1), "single") == "1 call on one stream"
