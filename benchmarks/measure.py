@@ -8,15 +8,19 @@ takes of that. Without a GPU only latency and throughput are taken: a call retur
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from nimble_core.algorithms.median_interval import median_interval
+
 WARM_UPS, SAMPLES, CALLS, BLOCKS, DEVICE_BLOCKS = 10, 400, 50, 17, 17
 BLOCK_S, LEAST_CALLS = 0.1, 5  # a block takes about so long at most, but is never of fewer calls
 FEWEST = 16, 16  # samples of latency and of throughput that are taken however long they last
+LONGER, PAUSE_S, WIDE, BATCH = 12, 0.02, 1.1, 64  # times as long, at most; interval of a median, ends over each other
 Act = Callable[[], object]
 Timed = tuple[Act, Act]  # a call without arguments, and what waits until the device has done it
 
@@ -25,6 +29,7 @@ def take_times(ways: Mapping[str, Timed], *, cuda: bool, seconds: float = 2.0) -
     """Take samples of ``ways``, for at most ``seconds`` for each figure of a way.
 
     Latencies of several are taken in turn, each sample after an untimed call of the same; other figures way by way.
+    Latencies of one whose median stays uncertain, since the host's speed drifts, are taken anew, with pauses between.
     """
     pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     began = time.perf_counter()
@@ -33,7 +38,25 @@ def take_times(ways: Mapping[str, Timed], *, cuda: bool, seconds: float = 2.0) -
             break
         for name, way in ways.items():
             pairs[name].append(_pair(*way, rehearse=len(ways) > 1))
+    if len(ways) == 1 and _uncertain(pairs[name]):
+        pairs = {name: _spread(way, LONGER * seconds)}
     return {name: _figures(*way, pairs[name], cuda, seconds) for name, way in ways.items()}
+
+
+def _uncertain(pairs: Sequence[tuple[float, float]]) -> bool:
+    low, _, high = median_interval([math.log(latency) for latency, _ in pairs])
+    return high - low > math.log(WIDE)
+
+
+def _spread(way: Timed, seconds: float) -> list[tuple[float, float]]:
+    """Take latencies so far apart that they hang together less, until their median is known or time is used up."""
+    taken: list[tuple[float, float]] = []
+    began = time.perf_counter()
+    while time.perf_counter() - began < seconds and (len(taken) < SAMPLES or _uncertain(taken)):
+        for _ in range(BATCH):
+            time.sleep(PAUSE_S)
+            taken.append(_pair(*way, rehearse=True))
+    return taken
 
 
 def block(call: Act, synchronize: Act, calls: int) -> float:

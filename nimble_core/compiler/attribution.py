@@ -3,7 +3,8 @@
 Inductor names, for a kernel, all that went into what it fused and into what it reads: the convolution that a pointwise
 kernel finishes, but also that of the kernel before. Here an eager call belongs to the first kernel that does it, and
 to a later one only if that continues the work of a library call it reads from (a bias, left out of a convolution).
-A kernel does nothing that needs a library call which is still to come: such a name means a change of layout.
+A kernel does nothing that needs a library call which is still to come: such a name means a change of layout. Only the
+gradient of a convolution's bias is a sum that goes before the rest of its call, with the kernel that makes what it sums.
 Inductor names nothing for what it replaced by a pattern (an attention): such a call stands for the eager calls that no
 other claims and that lie between those of its producers and those of its readers. A pattern may also keep one name of
 several (a division before a softmax): what is left then belongs to the kernels that do its readers.
@@ -42,7 +43,8 @@ def attributed(program: Program, eager: Program) -> Program:
         if compiled:
             # What needs the result of a library call that is still to come is not done here: a change of layout.
             to_come = _mask([[index for index, at in done_at.items() if at > place]])
-            named = {one for one in named if last_named[one] == place or not (before[one] | 1 << one) & to_come}
+            needs = {one: before[one] | (0 if _sums_bias(eager.calls[one]) else 1 << one) for one in named}
+            named = {one for one in named if last_named[one] == place or not needs[one] & to_come}
             continued = {one for ref in call.reads for one in named & library.get(ref.storage, frozenset())}
         fresh = named - claimed
         own = fresh | continued if fresh else (continued or named)
@@ -83,6 +85,10 @@ def _library_calls(program: Program, eager: Program, before: Sequence[int]) -> d
                 if not led_to >> index & 1:
                     found.setdefault(index, place)
     return found
+
+
+def _sums_bias(call: Call) -> bool:
+    return call.label == "convolution_backward" and any(len(ref.sizes) == 1 for ref in call.writes)
 
 
 def _between(calls: list[Call], before: list[int], eager: Program, unclaimed: set[int]) -> list[Call]:

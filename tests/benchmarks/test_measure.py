@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 
 from benchmarks import measure
@@ -36,3 +38,17 @@ def test_ways_are_timed_in_turn_each_after_an_untimed_call_of_the_same():
     assert {name: len(one["latency_us"]) for name, one in found.items()} == dict.fromkeys("ab", measure.SAMPLES)
     assert set(found["a"]) == {"latency_us", "throughput_us"}, "nothing is said of a GPU that is not there"
     assert order.count("a") == 2 * measure.SAMPLES + len(found["a"]["throughput_us"]) * measure.CALLS
+
+
+def test_an_uncertain_latency_is_measured_again_with_pauses(monkeypatch):
+    """A host at half its speed for a while says little about the median, however many samples follow one another."""
+    way = (lambda: None, lambda: None)
+    for speeds, again in (([1.0], False), ([1.0] * 200 + [2.0] * 200, True)):
+        taken = itertools.cycle(speeds)
+        monkeypatch.setattr(measure, "_pair", lambda *_, taken=taken, **__: (us := next(taken) * 1e3, us))
+        pauses = []
+        monkeypatch.setattr(measure.time, "sleep", pauses.append)
+        found = measure.take_times({"a": way}, cuda=False, seconds=0.02)["a"]
+        assert bool(pauses) is again
+        assert again or len(found["latency_us"]) == measure.SAMPLES
+        assert not again or len(found["latency_us"]) % measure.BATCH == 0

@@ -47,8 +47,6 @@ from nimble_core.utils.locks import capturing, launching
 __all__ = ["CudaDevice", "CudaExecutable"]
 
 _TIMED_CALLS = 10
-_CUDNN_TRIALS = 4
-"""Routines that cuDNN times for a convolution that it meets: each takes milliseconds, and it names the likely first."""
 
 
 class CudaDevice:
@@ -240,13 +238,12 @@ class CudaDevice:
     def libraries_tuned(self) -> Iterator[None]:
         """Have cuDNN time its routines inside, unless it is told to be deterministic."""
         cudnn = torch.backends.cudnn
-        before, limit = cudnn.benchmark, cudnn.benchmark_limit
+        before = cudnn.benchmark
         cudnn.benchmark = before or not cudnn.deterministic
-        cudnn.benchmark_limit = limit if before else _CUDNN_TRIALS
         try:
             yield
         finally:
-            cudnn.benchmark, cudnn.benchmark_limit = before, limit
+            cudnn.benchmark = before
 
     def memory_peak(self, run: Callable[[], object]) -> int:
         """Measure the peak of torch's allocator during ``run`` above what was allocated before."""

@@ -18,6 +18,7 @@ Kernel = tuple[str, tuple[int, ...], int | None, int]
 """Operator, eager calls that the compiler names, storage read, storage written."""
 
 CONV, MM, RELU, COPY = "aten.convolution.default", "aten.addmm.default", "triton_relu", "aten.clone.default"
+BACKWARD = "aten.convolution_backward.default"
 ATTENTION = "aten._scaled_dot_product_flash_attention.default"
 
 
@@ -113,6 +114,12 @@ def test_any_program(program: Program) -> None:
                 (RELU, (2, 3), 8, 4),
             ],
             [(), (0,), (0, 1), (2,), (2, 3)],
+        ),
+        # But the gradient of a bias is summed before the rest of its call is done.
+        (
+            [RELU, BACKWARD],
+            [(RELU, (0, 1), 0, 1), (BACKWARD, (1,), 1, 2), (BACKWARD, (1,), 1, 3)],
+            [(0, 1), (1,), (1,)],
         ),
         # A product is named after all that led to it, another product among it.
         (
