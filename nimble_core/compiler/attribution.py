@@ -4,7 +4,7 @@ Inductor names, for a kernel, all that went into what it fused and into what it 
 kernel finishes, but also that of the kernel before. Here an eager call belongs to the first kernel that does it, and
 to a later one only if that continues the work of a library call it reads from (a bias, left out of a convolution).
 A kernel does nothing that needs a library call which is still to come: such a name means a change of layout. Only the
-gradient of a convolution's bias is a sum that goes before the rest of its call, with the kernel that makes what it sums.
+gradient of a convolution's bias is a sum that goes before the rest of its call, in the kernel that makes what it adds.
 Inductor names nothing for what it replaced by a pattern (an attention): such a call stands for the eager calls that no
 other claims and that lie between those of its producers and those of its readers. A pattern may also keep one name of
 several (a division before a softmax): what is left then belongs to the kernels that do its readers.

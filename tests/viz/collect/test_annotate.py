@@ -274,6 +274,18 @@ def test_replays_of_another_plan_are_told_apart_by_their_ranges() -> None:
     assert ({replay.launch for replay in joined.replays}, joined.rivals) == ({100, 101}, 0)
 
 
+def test_of_a_model_that_was_prepared_twice_the_graph_that_ran_most_is_taken_and_the_other_said(tmp_path: Path) -> None:
+    report = sample_report(30)
+    seldom = profile_of(report, report.chosen, 2)
+    often = profile_of(report, report.chosen, 5, graph=30, begin=9_000_000, launch=700)
+    ran, launches, nodes = [*seldom.ran, *often.ran], seldom.launches | often.launches, [*seldom.nodes, *often.nodes]
+    both = Profile(ran, launches, nodes, [*seldom.ranges, *often.ranges])
+    joined = join(exported(both), plan_of(report))
+    assert ({replay.launch for replay in joined.replays}, joined.rivals) == ({*range(700, 705)}, 1)
+    said = annotate(write_export(tmp_path / "both.sqlite", both), report).to_text()
+    assert "1 other graph in the profile would fit as well: this one was launched most" in said
+
+
 def test_a_graph_of_another_model_is_refused() -> None:
     report = sample_report(30)
     profile = profile_of(report, report.chosen, marked=False)
