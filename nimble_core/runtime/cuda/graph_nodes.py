@@ -179,10 +179,8 @@ def zeroed_at_once(handle: int, raw: RawGraph, untouched: Sequence[Mapping[int, 
     handles, filled = [int(first) for first in firsts], [node for piece in pieces for node in piece]
     made = begun_by(raw, handles, filled)
     there = {(raw.nodes[tail], raw.nodes[head]) for tail, head in raw.edges}
-    missing = [edge for edge in made.edges if (made.nodes[edge[0]], made.nodes[edge[1]]) not in there]
-    tails, heads = ([_node(driver, made.nodes[edge[end]]) for edge in missing] for end in (0, 1))
-    usual = [driver.CUgraphEdgeData()] * len(missing)
-    code, *_ = _of_edges(driver, "cuGraphAddDependencies")(graph, tails, heads, usual, len(missing))
+    wanted = ((made.nodes[tail], made.nodes[head]) for tail, head in made.edges)
+    code = _change_edges(driver, "cuGraphAddDependencies", graph, [edge for edge in wanted if edge not in there])
     if int(code) != 0:
         return _without(driver, raw, firsts)
     # Only now, with all others in order: a fill that cannot go sets to zero what is zero already.
@@ -206,10 +204,8 @@ def add_roots(handle: int, raw: RawGraph, adding: Sequence[Callable[[Any], tuple
         code, node = add(graph)
         if int(code) == 0:
             made.append(node)
-    tails = [node for node in made for _ in waiting]
-    heads = [_node(driver, raw.nodes[one]) for _ in made for one in waiting]
-    usual = [driver.CUgraphEdgeData()] * len(tails)
-    code, *_ = _of_edges(driver, "cuGraphAddDependencies")(graph, tails, heads, usual, len(tails))
+    edges = [(int(node), raw.nodes[one]) for node in made for one in waiting]
+    code = _change_edges(driver, "cuGraphAddDependencies", graph, edges)
     if int(code) != 0 or len(made) < len(adding):
         _without(driver, raw, made)
         return []
@@ -252,14 +248,10 @@ def _link(handle: int, raw: RawGraph, edges: Sequence[tuple[int, int]], *, progr
         return
     driver = cuda_driver()
     graph = driver.CUgraph(init_value=handle)
-    tails, heads = ([_node(driver, raw.nodes[edge[end]]) for edge in edges] for end in (0, 1))
+    nodes = [(raw.nodes[tail], raw.nodes[head]) for tail, head in edges]
 
     def change(step: str, ahead: bool) -> None:
-        data = driver.CUgraphEdgeData()
-        if ahead:
-            port, _, kind = _PROGRAMMATIC
-            data.from_port, data.type = port, driver.CUgraphDependencyType(kind)
-        _checked(_of_edges(driver, step)(graph, tails, heads, [data] * len(edges), len(edges)), step)
+        _checked((_change_edges(driver, step, graph, nodes, ahead=ahead),), step)
 
     change("cuGraphRemoveDependencies", not programmatic)
     try:
@@ -267,6 +259,17 @@ def _link(handle: int, raw: RawGraph, edges: Sequence[tuple[int, int]], *, progr
     except DeviceError:
         change("cuGraphAddDependencies", not programmatic)
         raise
+
+
+def _change_edges(driver: Any, step: str, graph: Any, edges: Sequence[tuple[int, int]], *, ahead: bool = False) -> Any:
+    """Add or remove edges, usual ones or programmatic, between nodes given by their handles; return the code."""
+    tails, heads = ([_node(driver, edge[end]) for edge in edges] for end in (0, 1))
+    data = driver.CUgraphEdgeData()
+    if ahead:
+        port, _, kind = _PROGRAMMATIC
+        data.from_port, data.type = port, driver.CUgraphDependencyType(kind)
+    code, *_ = _of_edges(driver, step)(graph, tails, heads, [data] * len(edges), len(edges))
+    return code
 
 
 def _of_edges(driver: Any, name: str) -> Any:
