@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,7 +20,7 @@ from nimble_core.ir.program import Phase
 from nimble_core.scheduling.options import Options
 from nimble_core.torch_compat.dispatch import foreach_copy_
 from nimble_core.tracing.pytree import builder, flatten
-from nimble_core.tracing.recorded import state_kept
+from nimble_core.tracing.recorded import Recorded, state_kept
 from nimble_core.tracing.recording_contexts import no_autocast
 from nimble_core.tracing.side_effects import preserved
 from nimble_core.tracing.signature import take_apart
@@ -31,9 +31,6 @@ from nimble_core.training.whole_step import WholeStep
 from nimble_core.utils.errors import InputError
 from nimble_viz.collect.peers import Peer, Run, twin_of
 from nimble_viz.traces.events import PHASE
-
-if TYPE_CHECKING:
-    from nimble_core.tracing.recorded import Recorded
 
 __all__ = ["Training", "TrainingRun", "mark_phase"]
 

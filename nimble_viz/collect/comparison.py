@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -25,6 +25,7 @@ from nimble_core.ir.schedule import Schedule
 from nimble_core.ir.timeline import Timeline
 from nimble_core.profiling import cupti
 from nimble_core.profiling.machine import environment, finish, others_running
+from nimble_core.runtime.device import Device, Executable
 from nimble_core.scheduling.memory_planner import MemoryPlan
 from nimble_core.scheduling.options import Options
 from nimble_core.torch_compat.members import AnyDropout, AnyNorm
@@ -43,9 +44,6 @@ from nimble_viz.collect.runs import EagerRuns, PeerRuns, dtype_name
 from nimble_viz.collect.sources import read_sources
 from nimble_viz.render.report import Report
 from nimble_viz.report.data import EAGER_ALONE, EngineMemory, Memory, OverheadProfile, PeerResult, PrepareStep
-
-if TYPE_CHECKING:
-    from nimble_core.runtime.device import Device, Executable
 
 __all__ = ["Comparison", "Findings", "dtype_of"]
 

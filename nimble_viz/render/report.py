@@ -1,14 +1,17 @@
 """The Report that users get: its values, and how it is saved, shown, exported and compared.
 
-Importing this module imports neither torch nor plotly: what draws is imported by the method that needs it.
+Importing this module imports neither torch nor plotly: what needs them is imported by the method that does.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
+
+from rich.console import Console, ConsoleOptions, RenderableType
 
 from nimble_core.utils.files import write_file
 from nimble_viz.analysis.brief import brief
@@ -18,19 +21,15 @@ from nimble_viz.export.tables import to_dataframe
 from nimble_viz.render.html import page
 from nimble_viz.render.pane import Pane, notebook_bundle
 from nimble_viz.render.text import plain_text, report_text
-from nimble_viz.render.verdicts import diff
+from nimble_viz.render.verdicts import Difference, diff
 from nimble_viz.report import file
 from nimble_viz.report.data import ReportData
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import graphviz
     import pandas
     from plotly.graph_objects import Figure
-    from rich.console import Console, ConsoleOptions, RenderableType
 
-    from nimble_viz.render.verdicts import Difference
     from nimble_viz.render.widget import ReportWidget
 
 __all__ = ["Report", "load"]

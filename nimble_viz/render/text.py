@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from nimble_core.utils.units import format_bytes, format_count, format_ns, format_percent
 from nimble_viz.analysis.gaps import CAUSES
@@ -34,11 +38,6 @@ from nimble_viz.render.layout import (
 from nimble_viz.render.tiles_text import TilesText
 from nimble_viz.report.data import ReportData
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
-    from rich.text import Text
-
 __all__ = ["MAX_WIDTH", "MIN_WIDTH", "columns", "pane_text", "plain", "plain_text", "report_text"]
 
 _TOP = 10
@@ -63,8 +62,6 @@ def plain_text(report: ReportData, width: int | None = None, *, full: bool = Fal
 
 def pane_text(report: ReportData, pane: str, width: int | None = None) -> str:
     """Return what the full text says of one view, with more lines of code and results that hold the peak of memory."""
-    from rich.console import Group
-
     shown = [(title, body) for panes, title, body in _sections(report, _MORE_LINES) if pane in panes.split()]
     nothing = f"{_NOTHING[pane]}." if pane in _NOTHING and not shown else ""
     named = words(f"nimble_viz: {report.model}", "bold"), *([words(nothing)] if nothing else [])
@@ -73,8 +70,6 @@ def pane_text(report: ReportData, pane: str, width: int | None = None) -> str:
 
 def report_text(report: ReportData, *, full: bool = False) -> RenderableType:
     """Return ``report`` for a rich console: its first screen, or all; sections with nothing to say are left out."""
-    from rich.console import Group
-
     if not full:
         return TilesText(report)
     parts = ((title, body) for _, title, body in _sections(report, _LINES))

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from nimble_viz.analysis.labels import context
 from nimble_viz.analysis.tiles import tiles
 from nimble_viz.render.layout import Bar, note, words
 from nimble_viz.report.data import ReportData
-
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType
-    from rich.text import Text
 
 __all__ = ["COLOURED", "TilesText"]
 
@@ -95,8 +95,6 @@ def _figure(tile: dict[str, Any]) -> Text:
 
 
 def _row(name: str, content: list[Text], bar: Bar | None = None) -> RenderableType:
-    from rich.table import Table
-
     table = Table.grid(padding=(0, _GAP, 0, 0))
     table.add_column(width=_NAME)
     if bar:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from nimble_core.ir.program import Call
 from nimble_core.utils.units import format_bytes, format_count, format_ns
@@ -19,10 +21,6 @@ from nimble_viz.analysis.labels import (
     source_of,
 )
 from nimble_viz.render.layout import bullet, indented, make_table, note, pairs, sections, words
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.text import Text
 
 __all__ = ["difference_text", "gate_text", "headline"]
 
@@ -62,8 +60,6 @@ def headline(found: DifferenceData) -> str:
 
 def difference_text(found: DifferenceData) -> RenderableType:
     """Return all of ``found`` for a rich console; sections without a change are left out."""
-    from rich.console import Group
-
     verdict = found.chosen.verdict if found.chosen and not found.subjects else ""
     style = "" if verdict == "undecided" else f"bold {_COLOURS.get(verdict, 'yellow')}"
     head = words(f"nimble_viz diff: {found.model}", "bold"), words(headline(found), style)
@@ -72,8 +68,6 @@ def difference_text(found: DifferenceData) -> RenderableType:
 
 def gate_text(found: GateData) -> RenderableType:
     """Return the verdicts of ``found`` for a rich console."""
-    from rich.console import Group
-
     rows = [
         (one.rule, words(_shown(one.outcome), _COLOURS.get(one.outcome, "yellow")), one.text) for one in found.verdicts
     ]

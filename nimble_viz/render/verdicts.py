@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
+
+from rich.console import Console, ConsoleOptions, RenderableType
 
 from nimble_core.utils.errors import InputError
 from nimble_viz.analysis.diff import DifferenceData, differences, environment_changes, subjects
@@ -12,9 +14,6 @@ from nimble_viz.analysis.gate import GateData, Rules, judge
 from nimble_viz.render.layout import plain
 from nimble_viz.render.verdict_text import difference_text, gate_text
 from nimble_viz.report.data import ReportData
-
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType
 
 __all__ = ["Difference", "Gate", "Reports", "diff", "gate"]
 
