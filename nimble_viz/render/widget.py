@@ -19,8 +19,7 @@ from nimble_core.utils.errors import InputError
 from nimble_viz.analysis.dag import opening_schedule
 from nimble_viz.analysis.provenance import became
 from nimble_viz.analysis.what_if import Simulated, no_simulation, simulate_plan
-from nimble_viz.render.assets import asset, joined
-from nimble_viz.render.html import packed, still
+from nimble_viz.render.html import asset, joined, packed, still
 from nimble_viz.report.data import ReportData
 
 __all__ = ["ReportWidget", "Selection"]
