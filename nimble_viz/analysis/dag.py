@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 from nimble_core.ir.schedule import Schedule
@@ -22,7 +22,7 @@ def dag(report: ReportData) -> dict[str, Any]:
     boxes = nest(nesting_modules(report), [call.phase for call in calls] if trains(report) else None)
     layout = lay_out(boxes, graph.meg)
     paths = _paths(boxes)
-    parts = Counter(paths)
+    parts, numbers = Counter(paths), {path: count(1) for path in paths}
     minimum = frozenset(graph.meg)
     return {
         "columns": {
@@ -38,7 +38,7 @@ def dag(report: ReportData) -> dict[str, Any]:
             "last": boxes.last,
             "name": boxes.name,
             "parts": [parts[path] for path in paths],
-            "part": _ranks(paths),
+            "part": [next(numbers[path]) for path in paths],
             "from": [u for u, _ in graph.edges],
             "reach": [v - u for u, v in graph.edges],
             "minimum": [int(edge in minimum) for edge in graph.edges],
@@ -66,20 +66,6 @@ def _paths(boxes: Boxes) -> list[str]:
     for name, around in zip(boxes.name, boxes.parent[boxes.calls :], strict=True):
         paths.append(f"{paths[around - boxes.calls]}.{name}" if around >= 0 else name)
     return paths
-
-
-def _ranks(values: Sequence[Any]) -> list[int]:
-    """Return the rank of each value among its equals, from 1.
-
-    >>> _ranks(["a", "b", "a"])
-    [1, 1, 2]
-    """
-    seen: Counter[Any] = Counter()
-    ranks = []
-    for value in values:
-        seen[value] += 1
-        ranks.append(seen[value])
-    return ranks
 
 
 def opening_schedule(report: ReportData) -> Schedule | None:

@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from typing import Any
 
 from nimble_core.ir.measurement import Measurement, Ratio
@@ -183,13 +184,8 @@ def common_module(modules: Sequence[str]) -> str:
     >>> common_module(["layer.0.attention.query", "layer.0.attention.key"])
     'layer.0.attention'
     """
-    paths = [module.split(".") if module else [] for module in modules]
-    shared = []
-    for steps in zip(*paths, strict=False):
-        if len(set(steps)) > 1:
-            break
-        shared.append(steps[0])
-    return ".".join(shared)
+    steps = zip(*(module.split(".") for module in modules), strict=False)
+    return ".".join(step[0] for step in takewhile(lambda step: len(set(step)) == 1, steps))
 
 
 def spanned_modules(modules: Sequence[str]) -> str:
