@@ -42,10 +42,6 @@ def mark_phase(name: Phase) -> AbstractContextManager[Any]:
     return torch.profiler.record_function(f"{PHASE}{name}")
 
 
-def _unmarked(_: Phase) -> AbstractContextManager[Any]:
-    return nullcontext()
-
-
 @dataclass(eq=False, slots=True)
 class TrainingRun:
     """One training step as users write it: zeroed gradients, forward, loss, backward, update.
@@ -67,11 +63,10 @@ class TrainingRun:
         """What readers of a peer's times should know."""
         return str(getattr(self.forward, "note", ""))
 
-    def step(self, inputs: Any, targets: Any = None, mark: Mark = _unmarked) -> tuple[torch.Tensor, Any]:
+    def step(
+        self, inputs: Any, targets: Any = None, mark: Mark = nullcontext, *, unscaled: bool = False
+    ) -> tuple[torch.Tensor, Any]:
         """Train one step; return loss and output, which the device may still be computing."""
-        return self._step(inputs, targets, mark, unscaled=False)
-
-    def _step(self, inputs: Any, targets: Any, mark: Mark, *, unscaled: bool) -> tuple[torch.Tensor, Any]:
         with torch.enable_grad():
             with mark("optimizer"):
                 if self.optimizer is None:
@@ -105,7 +100,7 @@ class TrainingRun:
 
     def __call__(self, inputs: Any, targets: Any = None) -> tuple[torch.Tensor, Any, dict[str, torch.Tensor]]:
         """Train one step; return what ``WholeStep`` does."""
-        loss, output = self._step(inputs, targets, _unmarked, unscaled=True)
+        loss, output = self.step(inputs, targets, unscaled=True)
         gradients = {name: one.grad for name, one in self.trained.items() if one.grad is not None}
         tensors, structure = flatten(output, what="output")
         return loss.detach(), builder(structure)([tensor.detach() for tensor in tensors]), gradients
