@@ -6,8 +6,7 @@ from typing import Any, Literal
 
 from nimble_core.utils.units import format_ns, format_percent
 from nimble_viz.analysis.advice import PREPARE, Change, advice, best_run, inputs_of
-from nimble_viz.analysis.compared import doubts, only_threads, outlook, over_peer, wrong_runs
-from nimble_viz.analysis.disturbance import why_undecided
+from nimble_viz.analysis.compared import doubts, only_threads, outlook, over_peer, why_undecided, wrong_runs
 from nimble_viz.analysis.labels import (
     context,
     explained,

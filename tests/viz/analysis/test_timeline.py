@@ -14,7 +14,7 @@ from nimble_core.ir.measurement import summarize
 from nimble_core.ir.schedule import Schedule
 from nimble_core.ir.timeline import Lane, SelfCheck, Span, Timeline
 from nimble_core.utils.units import format_percent
-from nimble_viz.analysis.concurrency import in_flight
+from nimble_viz.analysis.limit import in_flight
 from nimble_viz.analysis.overhead import overhead
 from nimble_viz.analysis.summary import summary
 from nimble_viz.analysis.timeline import axis_note, distorted, timelines
