@@ -176,11 +176,7 @@ def _replay(report: ReportData, run: str, found: Breakdown) -> Split:
         ),
         ("gaps", found.gaps, "the device idles between neighbours on a stream"),
         ("waits", found.waits, "the device idles until another stream is done"),
-        (
-            "outside",
-            found.launch,
-            "before the first call and after the last: launch of the whole, inputs, outputs",
-        ),
+        ("outside", found.launch, "before the first call and after the last: launch of the whole, inputs, outputs"),
     ]
     chain = plural(len(found.calls), "call")
     note = f"along the chain that ran longest in the watched replay, {chain}, measured by {line.clock}"

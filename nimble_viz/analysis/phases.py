@@ -14,15 +14,7 @@ from nimble_viz.analysis.labels import label_run, trains
 from nimble_viz.analysis.tables import BAR, bar, cell, number, row, table, words
 from nimble_viz.report.data import STAGES, Bound, ReportData, Stage
 
-__all__ = [
-    "ABSENT",
-    "BOUNDS",
-    "PHASES",
-    "phases",
-    "profiled",
-    "span_phases",
-    "spent",
-]
+__all__ = ["ABSENT", "BOUNDS", "PHASES", "phases", "profiled", "span_phases", "spent"]
 
 PHASES = STAGES
 """In the order in which a step runs them."""

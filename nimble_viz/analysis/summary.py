@@ -13,15 +13,7 @@ from nimble_core.utils.units import format_count, format_ns, format_percent
 from nimble_viz.analysis.advice import advice_data, best_run
 from nimble_viz.analysis.candidates import candidates
 from nimble_viz.analysis.compared import beaten, disturbances, over_one_stream, over_peer, why_undecided
-from nimble_viz.analysis.labels import (
-    INTERVAL,
-    context,
-    error_text,
-    label_run,
-    planned,
-    plural,
-    ratio_sentence,
-)
+from nimble_viz.analysis.labels import INTERVAL, context, error_text, label_run, planned, plural, ratio_sentence
 from nimble_viz.analysis.limit import distance_text, graph_width, observed
 from nimble_viz.analysis.live_memory import memory
 from nimble_viz.analysis.overhead import computing

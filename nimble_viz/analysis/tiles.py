@@ -47,12 +47,7 @@ def tiles(report: ReportData) -> dict[str, Any]:
     ``picture`` holds the runs on one time axis: how long each is without a profiler, and by what its profiled
     spans are to be multiplied.
     """
-    return {
-        "now": _now(report),
-        "prepared": _prepared(report),
-        "next": _next(report),
-        "picture": _picture(report),
-    }
+    return {"now": _now(report), "prepared": _prepared(report), "next": _next(report), "picture": _picture(report)}
 
 
 def verdict(report: ReportData) -> str:
@@ -176,10 +171,7 @@ def _next(report: ReportData) -> dict[str, Any]:
         return _step("Nothing: the model makes no call that a device runs.", "")
     if over is None:
         what = "Find what keeps the model from being prepared" if not wrong_runs(report) else "Find what differs"
-        return _step(
-            f"{what}: diagnose names each line and its remedy.",
-            _DIAGNOSE.format(inputs_of(report)),
-        )
+        return _step(f"{what}: diagnose names each line and its remedy.", _DIAGNOSE.format(inputs_of(report)))
     if not report.complete:
         return _step("Measure again to the end: this run was interrupted.", _compare(report))
     check = next((one for one in report.checks if one.name == name), None)

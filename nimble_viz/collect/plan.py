@@ -75,11 +75,7 @@ def plan(
 
 
 def _recorded(
-    model: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    device: torch.device,
-    progress: Progress,
+    model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, progress: Progress
 ) -> tuple[Recorded, tuple[str, ...]]:
     """Record the model on fake tensors twice, and require the same calls; return warnings too."""
     stand_in, warnings = _stand_in(device)

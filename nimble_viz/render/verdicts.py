@@ -105,11 +105,7 @@ def diff(old: Reports, new: Reports) -> Difference:
 
 
 def gate(
-    report: Reports,
-    rules: Rules | None = None,
-    *,
-    baseline: Reports | None = None,
-    any_environment: bool = False,
+    report: Reports, rules: Rules | None = None, *, baseline: Reports | None = None, any_environment: bool = False
 ) -> Gate:
     """Judge ``report`` by ``rules``; see ``judge``, which says what is asked and what is raised."""
     against = () if baseline is None else _several(baseline, any_environment)
