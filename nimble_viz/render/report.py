@@ -1,6 +1,6 @@
 """The Report that users get: its values, and how it and its views are saved, shown, exported and compared.
 
-Importing this module imports neither torch nor plotly: what needs them is imported by the method that does.
+Importing this module imports neither torch, plotly nor graphviz: what needs them is imported by the method that does.
 """
 
 from __future__ import annotations
@@ -15,16 +15,13 @@ from rich.console import Console, ConsoleOptions, RenderableType
 
 from nimble_core.utils.errors import InputError
 from nimble_core.utils.files import write_file
-from nimble_viz.analysis.brief import brief
 from nimble_viz.analysis.dag import dag
 from nimble_viz.analysis.live_memory import live_memory
 from nimble_viz.analysis.overhead import overhead
 from nimble_viz.analysis.source import source
-from nimble_viz.analysis.summary import summary
+from nimble_viz.analysis.summary import brief, summary
 from nimble_viz.analysis.syncs import host_syncs
 from nimble_viz.analysis.timeline import timelines
-from nimble_viz.export.dot import digraph
-from nimble_viz.export.formats import export
 from nimble_viz.export.tables import to_dataframe
 from nimble_viz.render.html import fragment, page
 from nimble_viz.render.text import pane_text, plain_text, report_text
@@ -140,6 +137,8 @@ class Report(ReportData):
             InputError: no such format or table, no timelines to trace, an empty path, or a package is missing.
             OSError: it cannot be written.
         """
+        from nimble_viz.export.formats import export
+
         return export(self, path, format)
 
     def graphviz(self, policy: str | None = None, *, transitive: bool = False) -> graphviz.Digraph:
@@ -154,6 +153,8 @@ class Report(ReportData):
         Raises:
             InputError: no such schedule.
         """
+        from nimble_viz.export.dot import digraph
+
         return digraph(self, policy, transitive=transitive)
 
     def to_dataframe(self, kind: str = "calls") -> pandas.DataFrame:
