@@ -50,11 +50,6 @@ class Split:
     rows: tuple[tuple[str, float, str], ...]
     note: str
 
-    @property
-    def total_ns(self) -> float:
-        """What the parts add up to."""
-        return sum(ns for _, ns, _ in self.rows)
-
 
 @dataclass(frozen=True, slots=True)
 class Change:

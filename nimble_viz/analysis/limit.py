@@ -40,7 +40,6 @@ class Breakdown:
         launch: the rest of the wall time: before the first call and after the last one; 0 if it is not more than the
             wall time varies by.
         calls: the chain, first call first.
-        doubt: by what share of ``alone`` isolated times vary.
     """
 
     alone: float
@@ -49,7 +48,6 @@ class Breakdown:
     waits: float
     launch: float
     calls: tuple[int, ...]
-    doubt: float = 0.0
 
 
 def distance(report: ReportData, run: str) -> float | None:
@@ -115,7 +113,6 @@ def breakdown(
         waits=waits,
         launch=rest if rest > spread * wall_ns else 0.0,
         calls=chain,
-        doubt=vary / (alone or 1.0),
     )
 
 

@@ -287,11 +287,8 @@ def _modules(report: ReportData) -> Table:
 
 def _split(report: ReportData) -> Table:
     split = advice(report).replay
-    rows = (
-        [(split.run, name, ns, ns / split.total_ns if split.total_ns else 0.0) for name, ns, _ in split.rows]
-        if split
-        else []
-    )
+    total = sum(ns for _, ns, _ in split.rows) if split else 0.0
+    rows = [(split.run, name, ns, ns / total if total else 0.0) for name, ns, _ in split.rows] if split else []
     return {name: [row[at] for row in rows] for at, name in enumerate(("run", "part", "ns", "share"))}
 
 

@@ -107,8 +107,10 @@ def _sections(report: ReportData, most: int) -> Iterator[tuple[str, str, list[Re
         yield "timeline", "Timelines", _timelines(lines, chosen, axis_note(report))
     if not tables["profiled"]:
         yield "summary dag", "Limits", [pairs(tables["facts"])]
-    if tables["advice"]:
-        yield "summary", "What each change would gain", _advice(tables["advice"])
+    if advice := tables["advice"]:
+        changes = [bullet(f"{change['what']}: {change['gain']}; {change['why']}") for change in advice["changes"]]
+        replay = _described(advice["replay"]) if advice["replay"] else []
+        yield "summary", "What each change would gain", [*changes, *replay]
     profile = overhead(report)
     if report.overhead is not None and profile is not None:
         yield "overhead", "Framework overhead of the eager run", _overhead(report, profile)
@@ -119,8 +121,9 @@ def _sections(report: ReportData, most: int) -> Iterator[tuple[str, str, list[Re
         yield "source", "Hottest lines", _hottest(annotated, most)
     if tables["preparation"]:
         yield "summary", tables["preparation"]["title"], _described(tables["preparation"])
-    if tables["memory"]:
-        yield "summary memory", "Memory" if tables["host"] else "Device memory", _memory(tables["memory"])
+    if held := tables["memory"]:
+        engines = [words(""), *_described(held["engines"])] if held["engines"] else []
+        yield "summary memory", "Memory" if tables["host"] else "Device memory", [pairs(held["facts"]), *engines]
     if live:
         yield "memory", "Results that hold the peak", [*_live(live, most)]
     if tables["profiled"]:
@@ -148,11 +151,6 @@ def _cell(content: Cell, style: str = "") -> Text:
     return words("\n".join(visible(line) for line in lines if line), _MARKS.get(content["mark"], style), lines=True)
 
 
-def _advice(found: dict[str, Any]) -> list[RenderableType]:
-    changes = [bullet(f"{change['what']}: {change['gain']}; {change['why']}") for change in found["changes"]]
-    return [*changes, *(_described(found["replay"]) if found["replay"] else [])]
-
-
 def _timelines(lines: Sequence[dict[str, Any]], chosen: dict[str, Any], axis: str) -> list[RenderableType]:
     """Say what each run's lanes show: both lengths, what to doubt, and what the streams' time went to."""
     body: list[RenderableType] = []
@@ -175,10 +173,6 @@ def _timelines(lines: Sequence[dict[str, Any]], chosen: dict[str, Any], axis: st
         delay = "delay: since the call's data was ready; only of calls on the chain that ran longest, others delay none"
         body += [note(delay), *(note(f"{name}: {meaning}") for _, name, meaning in CAUSES)]
     return [*body, note(axis)]
-
-
-def _memory(held: dict[str, Any]) -> list[RenderableType]:
-    return [pairs(held["facts"]), *([words(""), *_described(held["engines"])] if held["engines"] else [])]
 
 
 def _live(found: dict[str, Any], most: int) -> Iterator[RenderableType]:

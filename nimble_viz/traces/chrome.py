@@ -97,12 +97,8 @@ def read_trace(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> R
         OSError: the file cannot be read.
     """
     with in_file(path, fix=_TAKE_AGAIN, instead=_A_REPORT if os.fspath(path).endswith(".nimble") else ""):
-        return _recording(_decode(unpacked(path, max_bytes)))
-
-
-def _decode(data: bytes) -> _File:
-    found = decode(_decoder, data, "Chrome trace")
-    return found if isinstance(found, _File) else _File(found)
+        found = decode(_decoder, unpacked(path, max_bytes), "Chrome trace")
+        return _recording(found if isinstance(found, _File) else _File(found))
 
 
 def _recording(file: _File) -> Recording:
