@@ -143,14 +143,8 @@ class DifferenceData:
     @property
     def changes(self) -> dict[str, tuple[Change, ...]]:
         """All facts that differ, by section."""
-        return {
-            "facts": self.facts,
-            "plans": self.plans,
-            "host_syncs": self.host_syncs,
-            "memory": self.memory,
-            "checks": self.checks,
-            "environment": self.environment,
-        }
+        sections = ("facts", "plans", "host_syncs", "memory", "checks", "environment")
+        return {name: getattr(self, name) for name in sections}
 
     @property
     def empty(self) -> bool:

@@ -110,8 +110,7 @@ class GateData:
     @property
     def outcome(self) -> Outcome:
         """``"fail"`` if any rule failed, else ``"inconclusive"`` if any was not decided."""
-        found = {one.outcome for one in self.verdicts}
-        return "fail" if "fail" in found else "inconclusive" if "inconclusive" in found else "pass"
+        return max((one.outcome for one in self.verdicts), key=_BADNESS.index, default="pass")
 
     @property
     def exit_code(self) -> int:

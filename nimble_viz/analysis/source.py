@@ -128,7 +128,6 @@ class _Places:
             self.by_file[piece.file].append(at)
         self.groups = [piece.name.rpartition(".")[0] or piece.file for piece in self.pieces]
         self.bare: dict[str, int] = {}
-        self.lowest: dict[int, int] = {}
         self.without = "" if report.sources else "this report carries no code"
 
     def of(self, file: str, line: int) -> tuple[int, int]:

@@ -20,7 +20,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from nimble_core.utils.errors import first_line
+from nimble_core import __version__
+from nimble_core.utils.errors import DeviceError, first_line
+from nimble_core.utils.files import cache_directory
 
 if TYPE_CHECKING:
     from nimble_core.torch_compat.private import Private
@@ -70,8 +72,6 @@ class Diagnosis:
 
     def to_json(self) -> str:
         """Return all of it as JSON, with a line break at the end."""
-        from nimble_core import __version__
-
         found = {
             "nimble_viz": __version__,
             "python": platform.python_version(),
@@ -194,7 +194,6 @@ def _checks(on: _Machine) -> _Answer:
 
 
 def _profiler(on: _Machine) -> _Answer:
-    from nimble_core.utils.errors import DeviceError
     from nimble_viz.collect.iterations import profile_eager
 
     torch = on.torch
@@ -324,8 +323,6 @@ def _memory(on: _Machine) -> _Answer:
 
 
 def _plans(on: _Machine) -> _Answer:
-    from nimble_core.utils.files import cache_directory
-
     place = cache_directory()
     above = next((one for one in (place, *place.parents) if one.exists()), place)
     if above.is_dir() and os.access(above, os.W_OK):

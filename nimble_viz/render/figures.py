@@ -145,12 +145,11 @@ def _speed(report: ReportData) -> Figure:
     figure.update_yaxes(autorange="reversed", row=1, col=1)
     figure.update_xaxes(title_text="sample", row=2, col=1)
     figure.update_yaxes(title_text="ms", rangemode="tozero", row=2, col=1)
-    figure.update_layout(
+    return figure.update_layout(
         title=_title(report, "Time per call"),
         height=360 + 60 * len(report.measurements),
         legend={"orientation": "h", "y": -0.14},
     )
-    return figure
 
 
 def _traces(report: ReportData, taken: Measurement, colour: str) -> tuple[Box, Scattergl]:

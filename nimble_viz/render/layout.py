@@ -40,13 +40,7 @@ def columns(width: int | None = None) -> int:
 def plain(content: RenderableType, width: int | None = None) -> str:
     """Return ``content`` as a string without colour codes, laid out for ``columns(width)``."""
     console = Console(
-        file=StringIO(),
-        width=columns(width),
-        color_system=None,
-        force_terminal=False,
-        force_jupyter=False,
-        legacy_windows=False,
-        _environ={},
+        file=StringIO(), width=columns(width), color_system=None, force_jupyter=False, legacy_windows=False, _environ={}
     )
     with console.capture() as captured:
         console.print(content)

@@ -24,11 +24,8 @@ from nimble_viz.analysis.timeline import axis_note, timelines
 from nimble_viz.render.layout import (
     COLOURS,
     FILLS,
-    MAX_WIDTH,
-    MIN_WIDTH,
     Bar,
     bullet,
-    columns,
     indented,
     make_table,
     note,
@@ -39,7 +36,7 @@ from nimble_viz.render.layout import (
 )
 from nimble_viz.report.data import ReportData
 
-__all__ = ["MAX_WIDTH", "MIN_WIDTH", "columns", "pane_text", "plain", "plain_text", "report_text"]
+__all__ = ["pane_text", "plain_text", "report_text"]
 
 _COLOURED = {"faster": "green", "slower": "red", "undecided": "dim"}
 """How a ratio is set."""
