@@ -43,14 +43,9 @@ _MOST_MEMBERS = 3
 _SHORT = (
     ("batch_norm", "bn"),
     ("scaled_dot_product", "attention"),
-    ("layer_norm", "layer_norm"),
-    ("group_norm", "group_norm"),
     ("convolution", "conv"),
-    ("max_pool", "max_pool"),
-    ("avg_pool", "avg_pool"),
-    ("log_softmax", "log_softmax"),
-    ("softmax", "softmax"),
     ("to_copy", "copy"),
+    *((name, name) for name in ("layer_norm", "group_norm", "max_pool", "avg_pool", "log_softmax", "softmax")),
 )
 _HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff\ufffe\uffff]")
 _KERNEL = re.compile(r"triton_[a-z]+_(?:fused_)?_*(.*?)_*\d*")

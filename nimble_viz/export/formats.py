@@ -21,12 +21,8 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 
 _SUFFIXES: dict[str, Format] = {
     ".json": "chrome",
-    ".csv": "csv",
     ".gv": "dot",
-    ".dot": "dot",
-    ".svg": "svg",
-    ".pdf": "pdf",
-    ".png": "png",
+    **{f".{name}": name for name in FORMATS if name != "chrome"},
 }
 _KNOWN = (
     "OUT.json (Perfetto, Chrome), a folder or KIND.csv (tables), OUT.gv or OUT.dot (Graphviz), OUT.svg, OUT.pdf or "
