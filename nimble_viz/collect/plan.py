@@ -69,7 +69,9 @@ def plan(
     options = Options() if options is None else options
     require_options(options)
     device, progress = _device(target), Progress()
-    _require_initialised(model)
+    require_callable(model)
+    for name, parameter in model.named_parameters() if isinstance(model, torch.nn.Module) else ():
+        require_initialised(name, parameter)
     recorded, warnings = _recorded(model, args, keyword_inputs(kwargs), device, progress)
     return _report(recorded, device, options, progress, warnings)
 
@@ -131,12 +133,6 @@ def _device(target: Any) -> torch.device:
     if device.type not in _TARGETS:
         raise InputError(f"target={target!r} cannot be planned for", fix=f"one of {', '.join(_TARGETS)}")
     return torch.device(device.type)
-
-
-def _require_initialised(model: object) -> None:
-    require_callable(model)
-    for name, parameter in model.named_parameters() if isinstance(model, torch.nn.Module) else ():
-        require_initialised(name, parameter)
 
 
 def _stand_in(device: torch.device) -> tuple[torch.device, tuple[str, ...]]:
