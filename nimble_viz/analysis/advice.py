@@ -23,7 +23,7 @@ from nimble_viz.analysis.labels import (
 from nimble_viz.analysis.limit import Breakdown, breakdown
 from nimble_viz.analysis.provenance import is_layout_copy
 from nimble_viz.analysis.tables import BAR, bar, cell, number, row, table, words
-from nimble_viz.analysis.work import CallWork, call_work
+from nimble_viz.analysis.work import call_work
 from nimble_viz.report.data import EAGER_ALONE, ReportData
 
 __all__ = ["PREPARE", "Advice", "Basis", "Change", "Split", "advice", "advice_data", "best_run"]
@@ -49,11 +49,6 @@ class Split:
     run: str
     rows: tuple[tuple[str, float, str], ...]
     note: str
-
-    @property
-    def total_ns(self) -> float:
-        """What the parts add up to."""
-        return sum(ns for _, ns, _ in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,11 +171,7 @@ def _replay(report: ReportData, run: str, found: Breakdown) -> Split:
         ),
         ("gaps", found.gaps, "the device idles between neighbours on a stream"),
         ("waits", found.waits, "the device idles until another stream is done"),
-        (
-            "outside",
-            found.launch,
-            "before the first call and after the last: launch of the whole, inputs, outputs",
-        ),
+        ("outside", found.launch, "before the first call and after the last: launch of the whole, inputs, outputs"),
     ]
     chain = plural(len(found.calls), "call")
     note = f"along the chain that ran longest in the watched replay, {chain}, measured by {line.clock}"
@@ -248,9 +239,7 @@ def _of_replay(report: ReportData, run: str, found: Breakdown | None) -> Iterato
     assert taken is not None
     now = taken.median_ns
     yield from _faster_runs(report, run, now)
-    if plan is None:
-        return
-    if found is None:
+    if plan is None or found is None:
         return
 
     def bound(what: str, ns: float, why: str) -> Change:
@@ -275,8 +264,7 @@ def _of_replay(report: ReportData, run: str, found: Breakdown | None) -> Iterato
     yield bound(
         "do without copies and changes of layout", _copies_ns(report, found), "copies on the chain that ran longest"
     )
-    rows = call_work(report)
-    yield from _other_kernels(report, found, rows, bound)
+    yield from _other_kernels(report, found, bound)
     if report.costs.demand:
         unfilled = sum(report.costs.ns[call] * (1 - report.costs.demand[call]) for call in found.calls)
         why = "calls of the chain that ran longest leave this much of the GPU empty"
@@ -317,12 +305,12 @@ def _code_of(report: ReportData, name: str) -> str:
 
 
 def _other_kernels(
-    report: ReportData, found: Breakdown, rows: list[CallWork], bound: Callable[[str, float, str], Change]
+    report: ReportData, found: Breakdown, bound: Callable[[str, float, str], Change]
 ) -> Iterator[Change]:
     """Suggest to compute memory-bound calls of the chain that ran longest inside their neighbours' kernels."""
     if report.work is None:
         return
-    ns = report.costs.ns
+    ns, rows = report.costs.ns, call_work(report)
     light = [
         call
         for call in found.calls

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import ceil
+import math
 from typing import Any
 
 from nimble_core.ir.candidates import Candidate
@@ -24,7 +24,10 @@ def candidates(report: ReportData) -> dict[str, Any] | None:
     found = report.candidates
     if len(found) < 2:
         return None
-    tried = sorted((one for one in found if not _never_captured(one)), key=_rank)
+    tried = sorted(
+        (one for one in found if not _never_captured(one)),
+        key=lambda one: (not one.chosen, one.measurement.median_ns if one.measurement else math.inf),
+    )
     rest = sorted((one for one in found if _never_captured(one)), key=lambda one: one.simulated_ns)
     single = _single(report)
     fused = any(one.fuse != "none" for one in found)
@@ -55,10 +58,6 @@ def _never_captured(one: Candidate) -> bool:
     """Tell whether a plan was left aside by choice; one that failed is shown by itself."""
     tried = one.chosen or one.measurement is not None or one.check is not None or one.capture_s > 0
     return not tried and one.note.startswith("not captured")
-
-
-def _rank(one: Candidate) -> tuple[bool, bool, float]:
-    return not one.chosen, one.measurement is None, one.measurement.median_ns if one.measurement else 0.0
 
 
 def _row(report: ReportData, one: Candidate, single: Candidate | None) -> dict[str, Any]:
@@ -97,7 +96,7 @@ def _pays(over: Ratio | None, cost_s: float, baseline: Measurement | None) -> st
     if over.verdict != "faster":
         return "never" if over.decided else "undecided"
     gain_ns = baseline.median_ns * (1 - 1 / over.value)
-    calls = ceil(max(cost_s, 0.0) * 1e9 / gain_ns)
+    calls = math.ceil(max(cost_s, 0.0) * 1e9 / gain_ns)
     return plural(calls, "call") if calls else "at once"
 
 

@@ -15,27 +15,17 @@ from nimble_core.ir.candidates import EqualityCheck
 from nimble_core.ir.environment import Environment
 from nimble_core.ir.measurement import Measurement, Ratio, Verdict, across
 from nimble_core.ir.program import Call
-from nimble_core.ir.schedule import Schedule
+from nimble_core.utils.units import format_ns, format_ratio
+from nimble_viz.analysis.advice import best_run
 from nimble_viz.analysis.call_matching import match_calls
-from nimble_viz.analysis.labels import source_of, trains
+from nimble_viz.analysis.labels import label_call, ratio_words, source_of, trains
+from nimble_viz.analysis.timeline import shown_timeline
 from nimble_viz.report.data import ReportData
 
 __all__ = [
-    "COST_BAND",
-    "FEWEST_PROCESSES",
-    "Change",
-    "CostChange",
-    "DifferenceData",
-    "Moved",
-    "SpeedChange",
-    "beside_eager",
-    "differences",
-    "environment_changes",
-    "host_sync_count",
-    "json_value",
-    "processes",
-    "subjects",
-]
+    "COST_BAND", "FEWEST_PROCESSES", "Change", "CostChange", "DifferenceData", "Moved", "SpeedChange", "beside",
+    "beside_eager", "differences", "environment_changes", "host_sync_count", "json_value", "processes", "subjects",
+]  # fmt: skip
 
 FEWEST_PROCESSES = 3
 """From so many reports a side on, what processes differ by is measured, not assumed."""
@@ -153,14 +143,8 @@ class DifferenceData:
     @property
     def changes(self) -> dict[str, tuple[Change, ...]]:
         """All facts that differ, by section."""
-        return {
-            "facts": self.facts,
-            "plans": self.plans,
-            "host_syncs": self.host_syncs,
-            "memory": self.memory,
-            "checks": self.checks,
-            "environment": self.environment,
-        }
+        sections = ("facts", "plans", "host_syncs", "memory", "checks", "environment")
+        return {name: getattr(self, name) for name in sections}
 
     @property
     def empty(self) -> bool:
@@ -204,23 +188,18 @@ def differences(before: Sequence[ReportData], after: Sequence[ReportData]) -> Di
         unlike = "one is of training steps, the other of inference"
         notes.append(f"times: {unlike}")
     measured = old.measurement(old.chosen) or new.measurement(new.chosen)
-    moved: tuple[Moved, ...] = ()
-    recosted: tuple[CostChange, ...] = ()
+    names = dict.fromkeys(taken.name for report in (*before, *after) for taken in report.measurements)
     if same_kernels:
-        plans = old.schedule(old.chosen), new.schedule(new.chosen)
-        if plans[0] and plans[1]:
-            moved = _moved(old, new, pairs, plans[0], plans[1])
-        recosted = _recosted(old, new, pairs)
         notes += _cost_doubts(old, new)
     return DifferenceData(
         model=new.model,
         matched=len(pairs),
         added=tuple(call for k, call in enumerate(news) if k not in come),
         removed=tuple(call for k, call in enumerate(olds) if k not in gone),
-        moved=moved,
-        recosted=recosted,
+        moved=_moved(old, new, pairs) if same_kernels else (),
+        recosted=_recosted(old, new, pairs) if same_kernels else (),
         chosen=_speed(before, after, "") if measured and not unlike else None,
-        speeds=() if unlike else _speeds(before, after),
+        speeds=() if unlike else tuple(_speed(before, after, name) for name in names),
         facts=_changes(_facts(old, fused), _facts(new, fused)),
         plans=_changes(_plans(old), _plans(new)),
         host_syncs=_changes(_host_syncs(old), _host_syncs(new)),
@@ -296,10 +275,11 @@ def host_sync_count(report: ReportData) -> int | None:
     return sum(sync.count for sync in report.overhead.host_syncs) if report.overhead else None
 
 
-def _moved(
-    old: ReportData, new: ReportData, pairs: Sequence[tuple[int, int]], before: Schedule, after: Schedule
-) -> tuple[Moved, ...]:
+def _moved(old: ReportData, new: ReportData, pairs: Sequence[tuple[int, int]]) -> tuple[Moved, ...]:
     """List matched calls on another stream; streams that share most calls count as one."""
+    before, after = old.schedule(old.chosen), new.schedule(new.chosen)
+    if before is None or after is None:
+        return ()
     shared = Counter((before.stream[u], after.stream[v]) for u, v in pairs)
     renamed: dict[int, int] = {}
     # Ties go by the sum, so that swapping the reports decides them alike; of equal sums no two share a stream.
@@ -320,23 +300,13 @@ def _recosted(old: ReportData, new: ReportData, pairs: Sequence[tuple[int, int]]
     before, after = old.costs, new.costs
     if not before.spread_ns or not after.spread_ns:
         return ()
-    found = [
-        CostChange(
-            old.program.calls[u],
-            new.program.calls[v],
-            before.ns[u],
-            after.ns[v],
-            before.spread_ns[u],
-            after.spread_ns[v],
-        )
-        for u, v in pairs
-    ]
-    return tuple(sorted(filter(_beyond, found), key=lambda one: (-abs(one.new_ns - one.old_ns), one.new.index)))
-
-
-def _beyond(one: CostChange) -> bool:
-    low, high = sorted((one.old_ns, one.new_ns))
-    return high - low > one.old_spread_ns + one.new_spread_ns and high > COST_BAND * low
+    found = []
+    for u, v in pairs:
+        times, spreads = (before.ns[u], after.ns[v]), (before.spread_ns[u], after.spread_ns[v])
+        low, high = sorted(times)
+        if high - low > sum(spreads) and high > COST_BAND * low:
+            found.append(CostChange(old.program.calls[u], new.program.calls[v], *times, *spreads))
+    return tuple(sorted(found, key=lambda one: (-abs(one.new_ns - one.old_ns), one.new.index)))
 
 
 def _cost_doubts(old: ReportData, new: ReportData) -> list[str]:
@@ -361,11 +331,6 @@ def _speed(olds: Sequence[ReportData], news: Sequence[ReportData], run: str) -> 
         beside_eager(olds, run) if before != "eager" and was else None,
         beside_eager(news, run) if after != "eager" and now else None,
     )
-
-
-def _speeds(olds: Sequence[ReportData], news: Sequence[ReportData]) -> tuple[SpeedChange, ...]:
-    names = dict.fromkeys(taken.name for report in (*olds, *news) for taken in report.measurements)
-    return tuple(_speed(olds, news, name) for name in names)
 
 
 # Facts, as names and values.
@@ -429,10 +394,50 @@ def json_value(value: Any) -> Any:
         return {"index": value.index, "operator": value.operator, "module": value.module, "source": source_of(value)}
     if isinstance(value, Ratio):
         return {name: json_value(getattr(value, name)) for name in ("value", "low", "high")}
-    if isinstance(value, SpeedChange):
-        return {**{one.name: json_value(getattr(value, one.name)) for one in fields(value)}, "verdict": value.verdict}
     if is_dataclass(value):
-        return {one.name: json_value(getattr(value, one.name)) for one in fields(value)}
+        told = {one.name: json_value(getattr(value, one.name)) for one in fields(value)}
+        return told | {"verdict": value.verdict} if isinstance(value, SpeedChange) else told
     if isinstance(value, tuple):
         return [json_value(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# The two in one page: the old replay on the same axis, and what got slower since.
+
+_BEFORE = "before"
+
+
+def beside(old: ReportData, new: ReportData) -> dict[str, Any]:
+    """Return what a page of ``new`` shows of ``old``.
+
+    Returns:
+        ``line``: the old replay as ``timelines`` describes one, its spans by the calls of ``new``, -1 for those that
+        are gone; None if it was not watched. ``run``: it in the picture. ``slower``: calls of ``new`` whose isolated
+        time grew beyond what both vary by, most first. ``text``: the verdict on the two, and what cannot be compared.
+    """
+    found, name = differences([old], [new]), best_run(old) or "eager"
+    line, taken, shown = old.timeline(name), old.measurement(name), None
+    if line is not None:
+        place, shown = dict(match_calls(old.program.calls, new.program.calls)), shown_timeline(old, line)
+        shown["columns"]["call"] = [place.get(call, -1) for call in shown["columns"]["call"]]
+        shown["gaps"] = {column: [] for column in shown["gaps"]}  # they name calls of the old report
+        shown |= {"run": _BEFORE, "label": "before", "longest": []}
+    ns = taken.median_ns if taken else line.length_ns if line else 0.0
+    scale = ns / line.length_ns if line and line.length_ns else 1.0
+    over = found.chosen.ratio if found.chosen else None
+    return {
+        "line": shown,
+        "run": line and {"run": _BEFORE, "label": _BEFORE, "ns": ns, "text": format_ns(ns), "scale": min(1.0, scale)},
+        "slower": [
+            {
+                "call": one.new.index,
+                "label": label_call(one.new),
+                "old": format_ns(one.old_ns),
+                "new": format_ns(one.new_ns),
+                "ratio": format_ratio(one.new_ns / one.old_ns),
+            }
+            for one in found.recosted
+            if one.new_ns > one.old_ns
+        ],
+        "text": "; ".join(((ratio_words(over, "before") if over else "no time to compare"), *found.notes)),
+    }

@@ -16,16 +16,7 @@ from nimble_viz.analysis.labels import label_call, share_rows
 from nimble_viz.analysis.limit import chain_that_ran, ends
 from nimble_viz.report.data import ReportData
 
-__all__ = [
-    "CAUSES",
-    "PARTS",
-    "Gap",
-    "gaps",
-    "longest_gaps",
-    "lost",
-    "replay_gaps",
-    "stream_times",
-]
+__all__ = ["CAUSES", "PARTS", "Gap", "gaps", "longest_gaps", "lost", "replay_gaps", "stream_times"]
 
 CAUSES = (
     ("launch", "launch gap", "nothing was left to wait for, and the call had not begun"),

@@ -110,8 +110,7 @@ class GateData:
     @property
     def outcome(self) -> Outcome:
         """``"fail"`` if any rule failed, else ``"inconclusive"`` if any was not decided."""
-        found = {one.outcome for one in self.verdicts}
-        return "fail" if "fail" in found else "inconclusive" if "inconclusive" in found else "pass"
+        return max((one.outcome for one in self.verdicts), key=_BADNESS.index, default="pass")
 
     @property
     def exit_code(self) -> int:
@@ -188,7 +187,7 @@ def judge(
     """
     rules, report = rules or Rules(), reports[0]
     notes = dict.fromkeys(note for one in baseline for note in _comparable(report, one, any_environment))
-    found = _worst(said for one in reports for said in (_complete(one), *_equal(one), *_absolute(one, rules)))
+    found = _worst(said for one in reports for said in (*_always(one), *_absolute(one, rules)))
     if baseline:
         found.append(_slowdown(reports, baseline, rules.max_slowdown))
         found += _worst(said for one in reports for said in _counts(one, baseline[0]))
@@ -234,14 +233,12 @@ def _said(value: str | int | None) -> str:
 # Rules that always hold.
 
 
-def _complete(report: ReportData) -> Verdict:
+def _always(report: ReportData) -> Iterator[Verdict]:
+    """Judge whether all was measured, and whether outputs are eager's; a profile has none to judge."""
     if report.complete:
-        return Verdict("complete", "pass", "everything was measured")
-    return Verdict("complete", "inconclusive", "the run was interrupted")
-
-
-def _equal(report: ReportData) -> Iterator[Verdict]:
-    """Judge whether outputs are eager's; a profile has none to judge."""
+        yield Verdict("complete", "pass", "everything was measured")
+    else:
+        yield Verdict("complete", "inconclusive", "the run was interrupted")
     wrong = [label_run(report, check.name) for check in report.checks if check.differs]
     check = next((check for check in report.checks if check.name == report.chosen), None)
     if report.sampling:

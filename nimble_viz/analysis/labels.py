@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from typing import Any
 
 from nimble_core.ir.measurement import Measurement, Ratio
@@ -42,14 +43,9 @@ _MOST_MEMBERS = 3
 _SHORT = (
     ("batch_norm", "bn"),
     ("scaled_dot_product", "attention"),
-    ("layer_norm", "layer_norm"),
-    ("group_norm", "group_norm"),
     ("convolution", "conv"),
-    ("max_pool", "max_pool"),
-    ("avg_pool", "avg_pool"),
-    ("log_softmax", "log_softmax"),
-    ("softmax", "softmax"),
     ("to_copy", "copy"),
+    *((name, name) for name in ("layer_norm", "group_norm", "max_pool", "avg_pool", "log_softmax", "softmax")),
 )
 _HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff\ufffe\uffff]")
 _KERNEL = re.compile(r"triton_[a-z]+_(?:fused_)?_*(.*?)_*\d*")
@@ -183,13 +179,8 @@ def common_module(modules: Sequence[str]) -> str:
     >>> common_module(["layer.0.attention.query", "layer.0.attention.key"])
     'layer.0.attention'
     """
-    paths = [module.split(".") if module else [] for module in modules]
-    shared = []
-    for steps in zip(*paths, strict=False):
-        if len(set(steps)) > 1:
-            break
-        shared.append(steps[0])
-    return ".".join(shared)
+    steps = zip(*(module.split(".") for module in modules), strict=False)
+    return ".".join(step[0] for step in takewhile(lambda step: len(set(step)) == 1, steps))
 
 
 def spanned_modules(modules: Sequence[str]) -> str:

@@ -1,19 +1,27 @@
-"""How far a replay is from its limit, and what it is made of along the calls that took longest."""
+"""How far a replay is from its limit, what it is made of along the calls that took longest, and what runs beside."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import Any
 
+from nimble_core.algorithms.antichain import level_width, width
 from nimble_core.ir.call_graph import CallGraph, predecessors
 from nimble_core.ir.costs import Costs, limit_ns
 from nimble_core.ir.schedule import Schedule, stream_neighbours
 from nimble_core.ir.timeline import Timeline
-from nimble_core.utils.units import format_ratio
+from nimble_core.utils.units import format_count, format_ratio
 from nimble_viz.analysis.labels import about, doubt_of
 from nimble_viz.report.data import ReportData
 
-__all__ = ["Breakdown", "breakdown", "chain_that_ran", "distance", "distance_doubt", "distance_text", "ends"]
+__all__ = [
+    "EXACT_CALLS", "Breakdown", "breakdown", "chain_that_ran", "distance", "distance_doubt", "distance_text", "ends",
+    "graph_width", "in_flight", "observed",
+]  # fmt: skip
+
+EXACT_CALLS = 10_000
+"""Up to so many calls the width is computed exactly; above, a lower bound is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +40,6 @@ class Breakdown:
         launch: the rest of the wall time: before the first call and after the last one; 0 if it is not more than the
             wall time varies by.
         calls: the chain, first call first.
-        doubt: by what share of ``alone`` isolated times vary.
     """
 
     alone: float
@@ -41,7 +48,6 @@ class Breakdown:
     waits: float
     launch: float
     calls: tuple[int, ...]
-    doubt: float = 0.0
 
 
 def distance(report: ReportData, run: str) -> float | None:
@@ -107,7 +113,6 @@ def breakdown(
         waits=waits,
         launch=rest if rest > spread * wall_ns else 0.0,
         calls=chain,
-        doubt=vary / (alone or 1.0),
     )
 
 
@@ -139,3 +144,34 @@ def ends(line: Timeline) -> dict[int, float]:
         if span.call is not None:
             end[span.call] = max(end.get(span.call, span.end_ns), span.end_ns)
     return end
+
+
+# What runs side by side.
+
+
+def graph_width(graph: CallGraph) -> tuple[int, str]:
+    """Count the most calls of which none must wait for another; also as text, ``"at least 9"`` if it is a bound."""
+    before = predecessors(graph, meg=True)
+    if graph.size <= EXACT_CALLS:
+        exact = width(before)
+        return exact, format_count(exact)
+    bound = level_width(before)
+    return bound, f"at least {format_count(bound)} (the most on one level; not exact above {EXACT_CALLS:,} calls)"
+
+
+def observed(report: ReportData, policy: str) -> dict[str, Any] | None:
+    """Return how many kernels (on the host: calls) a replay ran at one time; None if it was not watched."""
+    line = report.timeline(policy)
+    if line is None or not line.spans:
+        return None
+    most, mean = in_flight(line)
+    return {"most": most, "mean": f"{mean:.2f}", "source": line.source, "reliable": line.reliable}
+
+
+def in_flight(line: Timeline) -> tuple[int, float]:
+    """Return the most spans on the device (not on host threads) at one time, and their mean over the line's length."""
+    spans = [span for span in line.spans if line.lanes[span.lane].kind != "host"]
+    changes = sorted([*((span.start_ns, 1) for span in spans), *((span.end_ns, -1) for span in spans)])
+    busy = sum(span.end_ns - span.start_ns for span in spans)
+    most = max(accumulate(by for _, by in changes), default=0)
+    return most, busy / line.length_ns if line.length_ns else 0.0

@@ -7,6 +7,7 @@ what a variable still names, and a replay on several streams shares bytes only w
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from itertools import accumulate
 from typing import Any
 
 from nimble_core.ir.program import Program, Storage
@@ -91,11 +92,7 @@ def live_bytes(program: Program, order: Sequence[int]) -> tuple[list[int], dict[
     for storage, (first, last) in spans.items():
         change[first] += program.storages[storage].nbytes
         change[last + 1] -= program.storages[storage].nbytes
-    live, now = [], 0
-    for step in change[:-1]:
-        now += step
-        live.append(now)
-    return live, spans
+    return list(accumulate(change[:-1])), spans
 
 
 def _run(

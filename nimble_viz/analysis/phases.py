@@ -14,15 +14,7 @@ from nimble_viz.analysis.labels import label_run, trains
 from nimble_viz.analysis.tables import BAR, bar, cell, number, row, table, words
 from nimble_viz.report.data import STAGES, Bound, ReportData, Stage
 
-__all__ = [
-    "ABSENT",
-    "BOUNDS",
-    "PHASES",
-    "phases",
-    "profiled",
-    "span_phases",
-    "spent",
-]
+__all__ = ["ABSENT", "BOUNDS", "PHASES", "phases", "profiled", "span_phases", "spent"]
 
 PHASES = STAGES
 """In the order in which a step runs them."""
@@ -140,6 +132,11 @@ BOUNDS = {
     "host": ("host-bound", "the device idle while the host runs Python, dispatches and launches"),
 }
 """What an iteration can be bound by: key, verdict, meaning."""
+_ON_HOST = {
+    **BOUNDS,
+    "device": ("compute-bound", "the operators' own computing, estimated"),
+    "host": ("host-bound", "Python, dispatch and allocation"),
+}
 _ALIKE = 0.05
 """Of an iteration: what differs by less changes places from one profile to the next."""
 
@@ -163,20 +160,19 @@ def spent(report: ReportData) -> dict[str, Any] | None:
         return None
     total = sum(ns.values()) or 1.0
     most, second, *_ = sorted(ns, key=lambda key: -ns[key])
-    host = report.environment.device != "cuda"
+    bounds = BOUNDS if report.environment.device == "cuda" else _ON_HOST
     rows = [
         {
             "name": key,
             "ns": ns[key],
             "text": format_ns(ns[key]),
             "share": format_percent(ns[key] / total),
-            "meaning": _meaning(key, host),
+            "meaning": meaning,
         }
-        for key in BOUNDS
+        for key, (_, meaning) in bounds.items()
     ]
-    words = {key: "compute-bound" if host and key == "device" else BOUNDS[key][0] for key in (most, second)}
     alike = ns[most] - ns[second] < _ALIKE * total
-    verdict = f"between {words[most]} and {words[second]}" if alike else words[most]
+    verdict = f"between {bounds[most][0]} and {bounds[second][0]}" if alike else bounds[most][0]
     return {"bound": most, "verdict": verdict, "basis": basis, "rows": rows}
 
 
@@ -226,11 +222,3 @@ def _bound(report: ReportData) -> Bound | None:
     fed = min(profile.loader_ns, profile.profiled_ns)
     busy = min(profile.device_busy_ns, profile.profiled_ns - fed)
     return Bound(fed, busy, profile.profiled_ns - fed - busy)
-
-
-def _meaning(key: str, host: bool) -> str:
-    if host and key == "device":
-        return "the operators' own computing, estimated"
-    if host and key == "host":
-        return "Python, dispatch and allocation"
-    return BOUNDS[key][1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import accumulate
 
 from nimble_core.ir.program import Call
 from nimble_core.utils.units import format_count, format_percent
@@ -66,15 +67,10 @@ def nesting_modules(report: ReportData) -> list[str]:
         return [modules_of(call) for call in calls]
     known = [modules_of(call) if call.origins else None for call in calls]
 
-    def nearest(paths: list[str | None]) -> list[str | None]:
-        """Replace each None by the path before it."""
-        last, found = None, []
-        for path in paths:
-            last = path if path is not None else last
-            found.append(last)
-        return found
+    def nearest(last: str | None, path: str | None) -> str | None:
+        return last if path is None else path
 
-    before, after = nearest(known), nearest(known[::-1])[::-1]
+    before, after = accumulate(known, nearest), [*accumulate(known[::-1], nearest)][::-1]
     found = []
     for path, earlier, later in zip(known, before, after, strict=True):
         near = [one for one in (earlier, later) if one is not None]

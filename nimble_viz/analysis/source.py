@@ -126,9 +126,8 @@ class _Places:
         self.by_file: defaultdict[str, list[int]] = defaultdict(list)
         for at, piece in enumerate(self.pieces):
             self.by_file[piece.file].append(at)
-        self.groups = [_group(piece) for piece in self.pieces]
+        self.groups = [piece.name.rpartition(".")[0] or piece.file for piece in self.pieces]
         self.bare: dict[str, int] = {}
-        self.lowest: dict[int, int] = {}
         self.without = "" if report.sources else "this report carries no code"
 
     def of(self, file: str, line: int) -> tuple[int, int]:
@@ -171,11 +170,6 @@ class _Places:
         }
 
 
-def _group(piece: SourceLines) -> str:
-    around = piece.name.rpartition(".")[0]
-    return around or piece.file
-
-
 def _line_sums(report: ReportData, places: _Places) -> dict[tuple[int, int], dict[str, float]]:
     """Sum what the calls of each line take, by ``(function, line)``; ``(-1, 0)`` is what has no line."""
     times = _times(report)
@@ -196,18 +190,16 @@ def _line_sums(report: ReportData, places: _Places) -> dict[tuple[int, int], dic
 def _times(report: ReportData) -> dict[str, list[float]]:
     """Return by figure the time of each eager call; 0 where it is not known."""
     size = len(report.eager_calls)
-    found = {name: [0.0] * size for name in FIGURES}
+    found, work = {name: [0.0] * size for name in FIGURES}, [0.0] * size
     serial = report.environment.device != "cuda"
     for row in report.overhead.calls if report.overhead else ():
+        work[row.call] += row.work_ns
         found["host"][row.call] += row.overhead_ns + (row.work_ns if serial else 0.0)
         found["exposed"][row.call] += row.exposed_ns
         found["device"][row.call] += 0.0 if serial else row.work_ns
     timed = replay_times(report)
     if timed is None:
         return found
-    work = [0.0] * size
-    for row in report.overhead.calls if report.overhead else ():
-        work[row.call] += row.work_ns
     for call, ns in zip(report.program.calls, timed[0], strict=True):
         own = (call.index,) if report.eager is None else tuple(dict.fromkeys(call.eager))
         total = sum(work[index] for index in own)
@@ -235,16 +227,10 @@ def _notes(report: ReportData) -> list[str]:
     notes = []
     vary = doubt_of(report.measurement("eager"))
     if report.overhead is not None:
-        notes.append(
-            "Eager's times are those of a profiled iteration"
-            + (f", {format_ns(report.overhead.profiled_ns)} long" if report.overhead.profiled_ns else "")
-            + (
-                f"; without the profiler it takes {about(format_ns(report.overhead.unprofiled_ns), vary)}"
-                if report.overhead.unprofiled_ns
-                else ""
-            )
-            + "."
-        )
+        profiled, bare = report.overhead.profiled_ns, report.overhead.unprofiled_ns
+        long = f", {format_ns(profiled)} long" if profiled else ""
+        without = f"; without the profiler it takes {about(format_ns(bare), vary)}" if bare else ""
+        notes.append(f"Eager's times are those of a profiled iteration{long}{without}.")
     if report.eager is not None:
         notes.append("A fused call's time is shared out among the lines it stands for, by their GPU time in eager.")
     if trains(report):

@@ -6,8 +6,7 @@ from typing import Any, Literal
 
 from nimble_core.utils.units import format_ns, format_percent
 from nimble_viz.analysis.advice import PREPARE, Change, advice, best_run, inputs_of
-from nimble_viz.analysis.compared import doubts, only_threads, outlook, over_peer, wrong_runs
-from nimble_viz.analysis.disturbance import why_undecided
+from nimble_viz.analysis.compared import doubts, only_threads, outlook, over_peer, why_undecided, wrong_runs
 from nimble_viz.analysis.labels import (
     context,
     explained,
@@ -48,12 +47,7 @@ def tiles(report: ReportData) -> dict[str, Any]:
     ``picture`` holds the runs on one time axis: how long each is without a profiler, and by what its profiled
     spans are to be multiplied.
     """
-    return {
-        "now": _now(report),
-        "prepared": _prepared(report),
-        "next": _next(report),
-        "picture": _picture(report),
-    }
+    return {"now": _now(report), "prepared": _prepared(report), "next": _next(report), "picture": _picture(report)}
 
 
 def verdict(report: ReportData) -> str:
@@ -177,10 +171,7 @@ def _next(report: ReportData) -> dict[str, Any]:
         return _step("Nothing: the model makes no call that a device runs.", "")
     if over is None:
         what = "Find what keeps the model from being prepared" if not wrong_runs(report) else "Find what differs"
-        return _step(
-            f"{what}: diagnose names each line and its remedy.",
-            _DIAGNOSE.format(inputs_of(report)),
-        )
+        return _step(f"{what}: diagnose names each line and its remedy.", _DIAGNOSE.format(inputs_of(report)))
     if not report.complete:
         return _step("Measure again to the end: this run was interrupted.", _compare(report))
     check = next((one for one in report.checks if one.name == name), None)

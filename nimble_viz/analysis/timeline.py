@@ -11,10 +11,10 @@ from typing import Any
 
 from nimble_core.ir.timeline import Lane, Span, Timeline
 from nimble_core.utils.units import format_count, format_ns, format_ratio
-from nimble_viz.analysis.concurrency import in_flight
 from nimble_viz.analysis.gaps import Gap, longest_gaps, lost, replay_gaps, stream_times
 from nimble_viz.analysis.intervals import covered
 from nimble_viz.analysis.labels import about, doubt_of, label_run, planned, share_rows
+from nimble_viz.analysis.limit import in_flight
 from nimble_viz.analysis.overhead import IDLE
 from nimble_viz.analysis.phases import span_phases
 from nimble_viz.report.data import ReportData

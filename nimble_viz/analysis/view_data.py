@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nimble_core.ir.program import Call, Program, TensorRef
-from nimble_viz.analysis.beside import beside
 from nimble_viz.analysis.dag import dag
+from nimble_viz.analysis.diff import beside
 from nimble_viz.analysis.labels import label_call, shortened
 from nimble_viz.analysis.live_memory import live_memory
 from nimble_viz.analysis.overhead import colours, exposed, overhead

@@ -105,10 +105,7 @@ def comparing() -> Parser:
     )
     parser.add_argument("model", metavar="MODEL", type=Expression, help="module or function of tensors")
     parser.add_argument(
-        "inputs",
-        metavar="INPUT",
-        nargs="+",
-        help="Python, as in a call: x, mask=m, *args, **batch; quotes optional",
+        "inputs", metavar="INPUT", nargs="+", help="Python, as in a call: x, mask=m, *args, **batch; quotes optional"
     )
     _add_common(parser)
     add_options(parser.add_argument_group("keywords of compare"), compare, leave=_ELSEWHERE)

@@ -366,7 +366,7 @@ def _answer(found: Difference | Gate | Diagnosis, as_json: bool) -> None:
 def _print(content: RenderableType) -> None:
     from rich.console import Console
 
-    from nimble_viz.render.text import MAX_WIDTH, MIN_WIDTH, plain
+    from nimble_viz.render.layout import MAX_WIDTH, MIN_WIDTH, plain
 
     console = Console()
     if not console.is_terminal:

@@ -20,7 +20,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from nimble_core.utils.errors import first_line
+from nimble_core import __version__
+from nimble_core.utils.errors import DeviceError, first_line
+from nimble_core.utils.files import cache_directory
 
 if TYPE_CHECKING:
     from nimble_core.torch_compat.private import Private
@@ -70,8 +72,6 @@ class Diagnosis:
 
     def to_json(self) -> str:
         """Return all of it as JSON, with a line break at the end."""
-        from nimble_core import __version__
-
         found = {
             "nimble_viz": __version__,
             "python": platform.python_version(),
@@ -144,9 +144,8 @@ def _works(why: str) -> _Answer:
 
 
 def _torch(on: _Machine) -> _Answer:
-    torch = on.torch
-    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
-    return _works(f"{torch.__version__}, {cuda}")
+    cuda = f"CUDA {on.torch.version.cuda}" if on.torch.version.cuda else "without CUDA"
+    return _works(f"{on.torch.__version__}, {cuda}")
 
 
 def _gpu(on: _Machine) -> _Answer:
@@ -175,9 +174,8 @@ def _gpu(on: _Machine) -> _Answer:
 def _replay(on: _Machine) -> _Answer:
     """Prepare a small model of two branches, replay it and compare it with eager."""
     net, model, x = on.prepared
-    torch = on.torch
-    with torch.no_grad():
-        if not torch.allclose(net(x), model(x), atol=1e-3):
+    with on.torch.no_grad():
+        if not on.torch.allclose(net(x), model(x), atol=1e-3):
             return "off", "the replay of a small model is not what eager computes", "please report this"
     engine = net.engines[0]
     where = "on the GPU, as a CUDA graph" if x.is_cuda else "on the host, call by call"
@@ -196,10 +194,9 @@ def _checks(on: _Machine) -> _Answer:
 
 
 def _profiler(on: _Machine) -> _Answer:
-    torch = on.torch
-    from nimble_core.utils.errors import DeviceError
     from nimble_viz.collect.iterations import profile_eager
 
+    torch = on.torch
     device: Literal["cuda", "cpu"] = "cuda" if torch.cuda.is_available() else "cpu"
     x = torch.ones(2, device=device)
     try:
@@ -214,19 +211,18 @@ def _profiler(on: _Machine) -> _Answer:
 
 
 def _timeline(on: _Machine) -> _Answer:
-    torch = on.torch
-    if not torch.cuda.is_available():
+    if not on.torch.cuda.is_available():
         seen = on.observed
         return _works(f"{len(seen.timeline.spans)} of {seen.costs.expected} calls timed by the host clock")
     from nimble_core.profiling import cupti
 
     if cupti.attached_tool():
         return "fallback", f"{cupti.unavailable()}: replayed kernels have no times", "run this without the tool"
-    cuda = str(torch.version.cuda)
     try:
         import_module("cupti.cupti")
     except Exception as error:
-        fix = 'pip install "nimble-viz[cuda13]"' if not cuda.startswith("12") else "see docs/dependencies.md, cuda12"
+        older = str(on.torch.version.cuda).startswith("12")
+        fix = 'pip install "nimble-viz[cuda13]"' if not older else "see docs/dependencies.md, cuda12"
         why = f"cupti-python: {first_line(error)}: replayed kernels have no times, plans are chosen by whole replays"
         return "fallback", why, fix
     seen = on.observed
@@ -237,20 +233,17 @@ def _timeline(on: _Machine) -> _Answer:
 
 
 def _graphs(on: _Machine) -> _Answer:
-    torch = on.torch
-    if not torch.cuda.is_available():
+    if not on.torch.cuda.is_available():
         return "off", "no GPU: a host replay has no graph to read", ""
     import_module("cuda.bindings.driver")
-    net, _, _ = on.prepared
-    counts = net.engines[0].executable.counts
+    counts = on.prepared[0].engines[0].executable.counts
     return _works(f"{_named('cuda-bindings')}; a captured graph was read: {counts.emitted} waits in it")
 
 
 def _stamp(on: _Machine) -> _Answer:
     from nimble_core.profiling.machine import read_nvml
 
-    torch = on.torch
-    if not torch.cuda.is_available():
+    if not on.torch.cuda.is_available():
         return _works("processor, cores and load of the host")
     try:
         read_nvml("")
@@ -262,7 +255,7 @@ def _stamp(on: _Machine) -> _Answer:
 
 def _nvtx(on: _Machine) -> _Answer:
     nvtx = import_module("nvtx")
-    found = f"{_named('nvtx')}"
+    found = _named("nvtx")
     if os.environ.get("NIMBLE_NVTX") == "0":
         return "off", f"{found}; NIMBLE_NVTX=0", "unset NIMBLE_NVTX"
     if not nvtx.enabled():
@@ -287,8 +280,7 @@ def _nsys(on: _Machine) -> _Answer:
 
 
 def _kernels(on: _Machine) -> _Answer:
-    torch = on.torch
-    if not torch.cuda.is_available():
+    if not on.torch.cuda.is_available():
         compiler = _program(os.environ.get("CXX", ""), "g++", "clang++")
         if compiler:
             return _works(f"Inductor with {compiler}; on the host only if asked for: fuse='inductor'")
@@ -331,8 +323,6 @@ def _memory(on: _Machine) -> _Answer:
 
 
 def _plans(on: _Machine) -> _Answer:
-    from nimble_core.utils.files import cache_directory
-
     place = cache_directory()
     above = next((one for one in (place, *place.parents) if one.exists()), place)
     if above.is_dir() and os.access(above, os.W_OK):

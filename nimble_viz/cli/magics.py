@@ -15,9 +15,10 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 from types import CodeType, TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import IPython
+from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import needs_local_scope, no_var_expand
 
 import nimble_core
@@ -32,12 +33,8 @@ from nimble_viz.analysis.tiles import verdict
 from nimble_viz.cli.arguments import Expression, comparing, keywords, option_values, profiling, split
 from nimble_viz.collect.progress import default_progress
 from nimble_viz.collect.sampler import Counts
+from nimble_viz.render.report import Report
 from nimble_viz.report.data import ReportData
-
-if TYPE_CHECKING:
-    from IPython.core.interactiveshell import InteractiveShell
-
-    from nimble_viz.render.report import Report
 
 __all__ = ["Calls", "compile_body", "load", "unload"]
 

@@ -344,14 +344,10 @@ def _joined(calls: Mapping[int, int | None], captured: int, whole: tuple[Replay,
             if node in places:
                 runs[places[node]].append(activity)
             elif replay is whole[0]:
-                strangers[_name(activity)] += 1
+                strangers[short_kernel_name(activity.name) if activity.kind == "kernel" else activity.kind] += 1
     kinds = tuple(of[0].kind for of in runs.values())
     raw = RawGraph(tuple(runs), kinds, (), tuple(calls[node] for node in places))
     once = {place: tuple(of) for place, of in runs.items() if len(of) == len(whole)}
     check = SelfCheck(captured, len(once), "graph node id", strangers.total() * len(whole))
     counted = sorted(strangers.items(), key=lambda one: (-one[1], one[0]))
     return Joined(Told(once, check), raw, places, whole, partial, tuple(counted))
-
-
-def _name(activity: Activity) -> str:
-    return activity.kind if activity.kind != "kernel" else short_kernel_name(activity.name)

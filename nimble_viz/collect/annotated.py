@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,9 +18,6 @@ from nimble_core.tracing.recording import flat_tensors
 from nimble_core.tracing.recording_contexts import current_phase
 from nimble_core.utils.errors import InputError
 from nimble_viz.report.data import ReportData
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["annotated"]
 

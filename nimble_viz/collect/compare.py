@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Never
+from typing import Any, Never
 
+import torch
+
+from nimble_core.api.call_mistakes import mistakes_explained
+from nimble_core.autotune.capture_pipeline import device_for
+from nimble_core.runtime.device import Device
 from nimble_core.scheduling.options import Options, require_flag, require_options
+from nimble_core.tracing.provenance import warn
+from nimble_core.tracing.recorded import check_inputs, preparing
+from nimble_core.tracing.side_effects import requirements_kept
 from nimble_core.utils.errors import InputError
 from nimble_core.utils.tracebacks import short_traceback
+from nimble_viz.collect.compare_training import Training
+from nimble_viz.collect.comparison import Comparison
+from nimble_viz.collect.peers import Peer, resolve_peers
 from nimble_viz.collect.progress import Progress, default_progress
+from nimble_viz.collect.runs import EagerRuns
 from nimble_viz.collect.sources import pass_over_machinery
 from nimble_viz.collect.suggestions import keyword_inputs, refuse_unknown
 from nimble_viz.render.report import Report
-
-if TYPE_CHECKING:
-    import torch
-
-    from nimble_core.runtime.device import Device
-    from nimble_viz.collect.compare_training import Training
-    from nimble_viz.collect.comparison import Comparison
-    from nimble_viz.collect.peers import Peer
 
 __all__ = ["compare"]
 
@@ -70,14 +74,6 @@ def compare(
         InputError: a wrong argument, or mixed devices. NotStaticError: two runs of the model differ.
         CaptureError: a call that cannot be captured. DeviceError: out of memory.
     """
-    from nimble_core.api.call_mistakes import mistakes_explained
-    from nimble_core.autotune.capture_pipeline import device_for
-    from nimble_core.tracing.recorded import check_inputs
-    from nimble_viz.collect.compare_training import Training
-    from nimble_viz.collect.comparison import Comparison
-    from nimble_viz.collect.peers import resolve_peers
-    from nimble_viz.collect.runs import EagerRuns
-
     refuse_unknown(compare, unknown)
     pass_over_machinery()  # a model without code of its own comes from the line that compares
     step = {"target": target, "loss_fn": loss_fn, "optimizer": optimizer, "autocast": autocast}
@@ -101,10 +97,6 @@ def compare(
 
 def _measured(run: Comparison, progress: Progress | None) -> Report:
     """Measure with everything left as it was, and report what is known."""
-    from nimble_core.tracing.provenance import warn
-    from nimble_core.tracing.recorded import preparing
-    from nimble_core.tracing.side_effects import requirements_kept
-
     eager, found = run.eager, run.findings
     gradients = eager.training.gradients_kept() if eager.training else nullcontext()
     told = progress or default_progress()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,7 +20,7 @@ from nimble_core.ir.program import Phase
 from nimble_core.scheduling.options import Options
 from nimble_core.torch_compat.dispatch import foreach_copy_
 from nimble_core.tracing.pytree import builder, flatten
-from nimble_core.tracing.recorded import state_kept
+from nimble_core.tracing.recorded import Recorded, state_kept
 from nimble_core.tracing.recording_contexts import no_autocast
 from nimble_core.tracing.side_effects import preserved
 from nimble_core.tracing.signature import take_apart
@@ -32,9 +32,6 @@ from nimble_core.utils.errors import InputError
 from nimble_viz.collect.peers import Peer, Run, twin_of
 from nimble_viz.traces.events import PHASE
 
-if TYPE_CHECKING:
-    from nimble_core.tracing.recorded import Recorded
-
 __all__ = ["Training", "TrainingRun", "mark_phase"]
 
 Mark = Callable[[Phase], AbstractContextManager[Any]]
@@ -43,10 +40,6 @@ Mark = Callable[[Phase], AbstractContextManager[Any]]
 def mark_phase(name: Phase) -> AbstractContextManager[Any]:
     """Tell the profiler that phase ``name`` runs inside."""
     return torch.profiler.record_function(f"{PHASE}{name}")
-
-
-def _unmarked(_: Phase) -> AbstractContextManager[Any]:
-    return nullcontext()
 
 
 @dataclass(eq=False, slots=True)
@@ -70,11 +63,10 @@ class TrainingRun:
         """What readers of a peer's times should know."""
         return str(getattr(self.forward, "note", ""))
 
-    def step(self, inputs: Any, targets: Any = None, mark: Mark = _unmarked) -> tuple[torch.Tensor, Any]:
+    def step(
+        self, inputs: Any, targets: Any = None, mark: Mark = nullcontext, *, unscaled: bool = False
+    ) -> tuple[torch.Tensor, Any]:
         """Train one step; return loss and output, which the device may still be computing."""
-        return self._step(inputs, targets, mark, unscaled=False)
-
-    def _step(self, inputs: Any, targets: Any, mark: Mark, *, unscaled: bool) -> tuple[torch.Tensor, Any]:
         with torch.enable_grad():
             with mark("optimizer"):
                 if self.optimizer is None:
@@ -108,7 +100,7 @@ class TrainingRun:
 
     def __call__(self, inputs: Any, targets: Any = None) -> tuple[torch.Tensor, Any, dict[str, torch.Tensor]]:
         """Train one step; return what ``WholeStep`` does."""
-        loss, output = self._step(inputs, targets, _unmarked, unscaled=True)
+        loss, output = self.step(inputs, targets, unscaled=True)
         gradients = {name: one.grad for name, one in self.trained.items() if one.grad is not None}
         tensors, structure = flatten(output, what="output")
         return loss.detach(), builder(structure)([tensor.detach() for tensor in tensors]), gradients

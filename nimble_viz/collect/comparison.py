@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -25,6 +25,7 @@ from nimble_core.ir.schedule import Schedule
 from nimble_core.ir.timeline import Timeline
 from nimble_core.profiling import cupti
 from nimble_core.profiling.machine import environment, finish, others_running
+from nimble_core.runtime.device import Device, Executable
 from nimble_core.scheduling.memory_planner import MemoryPlan
 from nimble_core.scheduling.options import Options
 from nimble_core.torch_compat.members import AnyDropout, AnyNorm
@@ -43,9 +44,6 @@ from nimble_viz.collect.runs import EagerRuns, PeerRuns, dtype_name
 from nimble_viz.collect.sources import read_sources
 from nimble_viz.render.report import Report
 from nimble_viz.report.data import EAGER_ALONE, EngineMemory, Memory, OverheadProfile, PeerResult, PrepareStep
-
-if TYPE_CHECKING:
-    from nimble_core.runtime.device import Device, Executable
 
 __all__ = ["Comparison", "Findings", "dtype_of"]
 
@@ -121,7 +119,10 @@ class Findings:
             checks=tuple(self.checks),
             preparation=self.prepared,
             overhead=self.overhead,
-            timelines=tuple(self._with_time(line) for line in self.timelines),
+            timelines=tuple(
+                replace(line, unprofiled_ns=taken.median_ns) if (taken := self.measurements.get(line.run)) else line
+                for line in self.timelines
+            ),
             memory=Memory(self.eager_peak, tuple(self.engine_bytes.items()), self.compare_peak, tuple(self.planned)),
             chosen=chosen,
             candidates=tuple(replace(one, chosen=one.name == chosen) for one in self.candidates),
@@ -145,10 +146,6 @@ class Findings:
             return prepared if prepared in close else ""
         found = {one.name: one for one in self.candidates}
         return min(close, key=lambda name: simplicity(found[name]) if name in found else (True,))
-
-    def _with_time(self, line: Timeline) -> Timeline:
-        taken = self.measurements.get(line.run)
-        return replace(line, unprofiled_ns=taken.median_ns) if taken else line
 
 
 class Comparison:
@@ -213,11 +210,7 @@ class Comparison:
         with progress.step("warm-up"), mistakes_explained(*given):
             self.device.warm_up(self.eager.model, *self.signature.arguments())
         recorded = record_static(
-            self.device,
-            self.eager.model,
-            self.signature,
-            strict=self.options.strict,
-            step=progress.step,
+            self.device, self.eager.model, self.signature, strict=self.options.strict, step=progress.step
         )
         self.findings.recorded = self.findings.replayed = recorded
         self.eager.record(recorded)
@@ -324,13 +317,11 @@ class Comparison:
         return on_round
 
     def _replay(self, one: Executable) -> Callable[[], object]:
-        build, inputs, training = self._builder(), self.signature.tensors, self.training
+        build, inputs = builder(self._recorded.recording.output_structure), self.signature.tensors
+        training = self.training
         if training is None:
             return lambda: build(one.run(inputs))
         return training.replay(lambda: build(one.run(inputs, static=True)))
-
-    def _builder(self) -> Callable[[Sequence[torch.Tensor]], Any]:
-        return builder(self._recorded.recording.output_structure)
 
     def _interrupt(self) -> None:
         self.findings.interrupted = True

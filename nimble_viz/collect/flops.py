@@ -64,16 +64,8 @@ def _product(args: Sequence[Any], out: Any) -> int:
     return 2 * matrix.numel()
 
 
-def _dot(args: Sequence[Any], out: Any) -> int:
-    return 2 * int(args[0].numel())
-
-
 def _convolution(args: Sequence[Any], out: Any) -> int:
     return int(flop_counter.conv_flop_count(list(args[0].shape), list(args[1].shape), list(out.shape)))
-
-
-def _linear(args: Sequence[Any], out: Any) -> int:
-    return 2 * int(args[0].numel()) * int(args[1].shape[0])
 
 
 def _attention(args: Sequence[Any], out: Any) -> int:
@@ -81,14 +73,15 @@ def _attention(args: Sequence[Any], out: Any) -> int:
 
 
 _FORMULAS: Mapping[str, _Formula] = {
-    "mv": _product,
-    "addmv": _product,
-    "dot": _dot,
-    "vdot": _dot,
+    **dict.fromkeys(("mv", "addmv"), _product),
+    **dict.fromkeys(("dot", "vdot"), lambda args, out: 2 * int(args[0].numel())),
     # torch reads the flag "benchmark" of these as "transposed".
     **dict.fromkeys(("cudnn_convolution", "cudnn_convolution_relu", "cudnn_convolution_add_relu"), _convolution),
     **dict.fromkeys(("_convolution_pointwise", "_convolution_pointwise_", "mkldnn_convolution"), _convolution),
-    **dict.fromkeys(("_linear_pointwise", "linear", "mkldnn_linear"), _linear),
+    **dict.fromkeys(
+        ("_linear_pointwise", "linear", "mkldnn_linear"),
+        lambda args, out: 2 * int(args[0].numel()) * int(args[1].shape[0]),
+    ),
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_fused_attention_overrideable": _attention,
 }

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from itertools import takewhile
 from typing import Literal
 
 from nimble_core.ir.program import Program
 from nimble_viz.analysis.intervals import covers, union
+from nimble_viz.analysis.labels import source_of
 from nimble_viz.collect.matched_trace import Forest, MatchedTrace
 from nimble_viz.report.data import HostSync, Stage
 from nimble_viz.traces.events import PRINT, HostEvent, Trace, is_launch, is_synchronisation
@@ -86,14 +88,10 @@ def _reads(trace: Trace, forest: Forest) -> Iterator[tuple[int, int, int, str]]:
         names, counters = (*names, *_DATA_DEPENDENT), []
         waited = [(event.start_ns, event.end_ns) for event in _runtime_waits(trace)]
     for start, end, kind in _outermost(forest, (PRINT, *names)):
-        lasted = _lengths_within(waited, start, end)
+        inside = waited[bisect_left(waited, (start, 0)) : bisect_left(waited, (end, 0))]
+        lasted = [until - since for since, until in inside]
         if lasted and not covers(counters, start):  # all of a read is a wait; of printing, the rest makes text
             yield start, end, sum(lasted) if kind == PRINT else end - start, kind
-
-
-def _lengths_within(intervals: Sequence[tuple[int, int]], start: int, end: int) -> list[int]:
-    """Return the lengths of the sorted intervals that begin from ``start`` to ``end``."""
-    return [b - a for a, b in intervals[bisect_left(intervals, (start, 0)) : bisect_left(intervals, (end, 0))]]
 
 
 def _runtime_waits(trace: Trace) -> list[HostEvent]:
@@ -139,18 +137,9 @@ def _copies(trace: Trace, forest: Forest) -> list[tuple[int, int, str]]:
 
 
 def _place(program: Program, call: int, within: bool) -> str:
-    origins = program.calls[call].origins
-    if within and origins and origins[0].file:
-        return f"{origins[0].file}:{origins[0].line}"
-    return _last_place(program, call)
-
-
-def _last_place(program: Program, call: int) -> str:
-    """Return ``"after FILE:LINE"``, the last known line of the phase up to ``call``; empty if none."""
-    phase = program.calls[call].phase
-    for one in reversed(program.calls[: call + 1]):
-        if one.phase != phase:
-            break
-        if one.origins and one.origins[0].file:
-            return f"after {one.origins[0].file}:{one.origins[0].line}"
-    return ""
+    """Return the line of ``call``, or ``"after FILE:LINE"``, the last known of its phase up to it; empty if none."""
+    calls, place = program.calls, source_of(program.calls[call])
+    if within and place:
+        return place
+    before = takewhile(lambda one: one.phase == calls[call].phase, reversed(calls[: call + 1]))
+    return next((f"after {place}" for place in map(source_of, before) if place), "")

@@ -122,12 +122,15 @@ def one_iteration(recording: Recording, what: str = "") -> tuple[Trace, str]:
         iterations_ns=tuple(until - since for since, until in windows),
     )
     lost = lost_launches(launches, kernels) if recording.device == "cuda" else ""
-    others = [one for one in operators if start <= one.start_ns < run_end and one.thread not in {main, *engine}]
+    others = [one.thread for one in operators if start <= one.start_ns < run_end and one.thread not in {main, *engine}]
+    left_out = (
+        f"{len(others)} operators of {len({*others})} other threads (not the loop's, not autograd's) are left out"
+    )
     return replace(
         trace,
         floor_ns=floor_of(recording.operators, calibrations) or _views_ns(trace),
         phases=tuple(_told(trace, marks) or _stages(trace, main, [mark for mark in marks if mark.thread == main])),
-        warnings=(*recording.warnings, *_left_out(others), *([lost] if lost else [])),
+        warnings=(*recording.warnings, *([left_out] if others else []), *([lost] if lost else [])),
     ), what
 
 
@@ -171,12 +174,6 @@ def _main_thread(operators: Sequence[HostEvent], marks: Sequence[HostEvent], eng
     busy = Counter(event.thread for event in operators if event.thread not in engine)
     counts = telling or busy or Counter(event.thread for event in operators)
     return counts.most_common(1)[0][0] if counts else 0
-
-
-def _left_out(others: Sequence[HostEvent]) -> Iterator[str]:
-    if others:
-        threads = len({event.thread for event in others})
-        yield f"{len(others)} operators of {threads} other threads (not the loop's, not autograd's) are left out"
 
 
 def _told(trace: Trace, marks: Sequence[HostEvent]) -> list[tuple[Stage, int, int]]:

@@ -340,7 +340,7 @@ def device_idle(trace: Trace) -> DeviceIdle:
         if kernel.start_ns > reached:
             gaps.append((reached, kernel.start_ns, launched.get(kernel.correlation)))
         reached = max(reached, min(kernel.end_ns, trace.end_ns))
-    found: Counter[str] = Counter(host_late=max(0, trace.end_ns - reached))
+    found = Counter(host_late=max(0, trace.end_ns - reached), launch=0, dependency=0, unknown=0)
     usual = median([end - at for start, end, at in gaps if at is not None and start <= at <= end] or [0])
     for start, end, at in gaps:
         if at is None:
@@ -351,12 +351,7 @@ def device_idle(trace: Trace) -> DeviceIdle:
         found["host_late"] += late
         found["launch"] += latency
         found["dependency"] += end - start - late - latency
-    return DeviceIdle(
-        host_late_ns=float(found["host_late"]),
-        launch_ns=float(found["launch"]),
-        dependency_ns=float(found["dependency"]),
-        unknown_ns=float(found["unknown"]),
-    )
+    return DeviceIdle(**{f"{cause}_ns": float(ns) for cause, ns in found.items()})
 
 
 def iteration_bound(trace: Trace, profile: OverheadProfile) -> Bound:

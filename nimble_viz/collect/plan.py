@@ -4,25 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Never
+from typing import Any, Never
+
+import torch
 
 from nimble_core.algorithms.critical_path import critical_path
+from nimble_core.autotune.capture_pipeline import schedule_by
 from nimble_core.ir.call_graph import build_graph, predecessors
 from nimble_core.ir.costs import uniform_costs
 from nimble_core.profiling.machine import environment
 from nimble_core.scheduling.options import Options, require_options
 from nimble_core.scheduling.verify_schedule import check_schedule
+from nimble_core.tracing.fake_run import dry_run
+from nimble_core.tracing.recorded import Recorded, require_callable
+from nimble_core.tracing.rng_state import random_state_kept, seed_otherwise
+from nimble_core.tracing.signature import require_initialised
+from nimble_core.tracing.static_check import check_static
 from nimble_core.utils.errors import InputError
 from nimble_core.utils.tracebacks import short_traceback
+from nimble_viz.collect.comparison import dtype_of
+from nimble_viz.collect.flops import count_work
 from nimble_viz.collect.progress import Progress
 from nimble_viz.collect.sources import pass_over_machinery, read_sources
 from nimble_viz.collect.suggestions import keyword_inputs, refuse_unknown
 from nimble_viz.render.report import Report
-
-if TYPE_CHECKING:
-    import torch
-
-    from nimble_core.tracing.recorded import Recorded
 
 __all__ = ["plan"]
 
@@ -64,26 +69,17 @@ def plan(
     options = Options() if options is None else options
     require_options(options)
     device, progress = _device(target), Progress()
-    _require_initialised(model)
+    require_callable(model)
+    for name, parameter in model.named_parameters() if isinstance(model, torch.nn.Module) else ():
+        require_initialised(name, parameter)
     recorded, warnings = _recorded(model, args, keyword_inputs(kwargs), device, progress)
     return _report(recorded, device, options, progress, warnings)
 
 
 def _recorded(
-    model: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    device: torch.device,
-    progress: Progress,
+    model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, progress: Progress
 ) -> tuple[Recorded, tuple[str, ...]]:
     """Record the model on fake tensors twice, and require the same calls; return warnings too."""
-    import torch
-
-    from nimble_core.tracing.fake_run import dry_run
-    from nimble_core.tracing.recorded import Recorded
-    from nimble_core.tracing.rng_state import random_state_kept, seed_otherwise
-    from nimble_core.tracing.static_check import check_static
-
     stand_in, warnings = _stand_in(device)
     with progress.step("record without running"):
         recording, signature = dry_run(model, args, kwargs, stand_in)
@@ -99,10 +95,6 @@ def _recorded(
 def _report(
     recorded: Recorded, device: torch.device, options: Options, progress: Progress, warnings: tuple[str, ...]
 ) -> Report:
-    from nimble_core.autotune.capture_pipeline import schedule_by
-    from nimble_viz.collect.comparison import dtype_of
-    from nimble_viz.collect.flops import count_work
-
     graph, tensors = recorded.graph, recorded.signature.tensors
     program = replace(recorded.recording.program, device=device.type)
     costs = uniform_costs(graph.size)
@@ -134,8 +126,6 @@ def _report(
 
 
 def _device(target: Any) -> torch.device:
-    import torch
-
     try:
         device = torch.device(target)
     except (RuntimeError, TypeError) as error:
@@ -145,21 +135,8 @@ def _device(target: Any) -> torch.device:
     return torch.device(device.type)
 
 
-def _require_initialised(model: object) -> None:
-    import torch
-
-    from nimble_core.tracing.recorded import require_callable
-    from nimble_core.tracing.signature import require_initialised
-
-    require_callable(model)
-    for name, parameter in model.named_parameters() if isinstance(model, torch.nn.Module) else ():
-        require_initialised(name, parameter)
-
-
 def _stand_in(device: torch.device) -> tuple[torch.device, tuple[str, ...]]:
     """Return where fake tensors are said to be, and what the reader should know about that."""
-    import torch
-
     if device.type == "cpu" or torch.backends.cuda.is_built():
         return device, ()
     # Parts of a torch without CUDA abort the process when they meet a tensor that is said to be there.

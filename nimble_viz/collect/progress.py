@@ -6,12 +6,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Self
+from html import escape
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
 
 from nimble_viz.report.data import PrepareStep
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 __all__ = ["NotebookProgress", "Progress", "TerminalProgress", "default_progress"]
 
@@ -82,10 +84,6 @@ class TerminalProgress(Progress):
     """One line on the terminal (``console``, or standard error) that goes away when all is done."""
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
-        from rich.progress import Progress as Bars
-
         super().__init__(clock)
         self._bars = Bars(
             SpinnerColumn(),
@@ -147,8 +145,6 @@ class NotebookProgress(Progress):
             self._handle = None
 
     def _show(self, name: str) -> None:
-        from html import escape
-
         import IPython.display
 
         ipython: Any = IPython.display  # its functions have no types

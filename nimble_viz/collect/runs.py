@@ -6,24 +6,21 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from nimble_core.ir.candidates import EqualityCheck
 from nimble_core.tracing.pytree import Structure, builder, flatten, leaf_paths, structure_difference
 from nimble_core.tracing.recorded import Recorded, state_kept
 from nimble_core.tracing.recording import rewinding
 from nimble_core.tracing.side_effects import Guard, preserved
 from nimble_core.utils.errors import NimbleError, first_line
+from nimble_core.validation.eager_cases import Cases
 from nimble_core.validation.equality import check_equality
-from nimble_viz.collect.compare_training import mark_phase
+from nimble_viz.collect.compare_training import Training, mark_phase
 from nimble_viz.collect.peers import Peer, Run, close
 from nimble_viz.report.data import PeerResult
-
-if TYPE_CHECKING:
-    from nimble_core.ir.candidates import EqualityCheck
-    from nimble_core.validation.eager_cases import Cases
-    from nimble_viz.collect.compare_training import Training
 
 __all__ = ["EagerRuns", "PeerRuns", "dtype_name"]
 
@@ -201,9 +198,8 @@ class PeerRuns:
             perturbed=cases.moved,
             names=cases.names,
         )
-        if self.training is None:
-            return check
-        if check.differs and any(one.role == "generator" for one in self.recorded.recording.program.storages):
+        draws = self.training and any(one.role == "generator" for one in self.recorded.recording.program.storages)
+        if check.differs and draws:
             return replace(check, reason="void: the step draws random numbers, which may be others in a peer")
         return check
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nimble_core.ir.program import Call
+from nimble_core.tracing.provenance import label_of, pass_over
 from nimble_viz.report.data import SourceLines
 
 __all__ = ["MAX_CHARACTERS", "code_around", "pass_over_machinery", "read_sources", "text_of"]
@@ -32,8 +33,6 @@ _MACHINERY = (
 
 def pass_over_machinery() -> None:
     """From now on, skip the frames of this package, and of what runs cells, when attributing calls."""
-    from nimble_core.tracing.provenance import pass_over
-
     for module in filter(None, map(sys.modules.get, _MACHINERY)):
         # A module that is frozen into a program has neither a path nor a file.
         for place in getattr(module, "__path__", (getattr(module, "__file__", None),)):
@@ -120,8 +119,6 @@ def _of_file(file: str, used: Counter[int]) -> Iterator[tuple[SourceLines, int]]
 
 def text_of(file: str) -> Sequence[str] | None:
     """Return the lines of what origins call ``file``; None if there is none, or more than one."""
-    from nimble_core.tracing.provenance import label_of
-
     # Through vars: a module may make attributes when asked, and import others for it.
     modules = [getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())]
     likely = [file, *modules, *list(linecache.cache), *(str(Path(root) / file) for root in sys.path if root)]

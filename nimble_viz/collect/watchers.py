@@ -145,9 +145,7 @@ class LoopHooks:
             cast(list[Any], warnings.filters).remove(self._filter)
 
     def _enter_module(self, module: Any, *_: Any) -> None:
-        if torch.compiler.is_compiling():  # what the compiler makes must not hold a hook
-            return
-        if get_ident() != self._thread:
+        if torch.compiler.is_compiling() or get_ident() != self._thread:  # what is compiled must not hold a hook
             return
         self._depth += 1
         if self._depth == 1:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
+
+import graphviz
 
 from nimble_core.ir.schedule import Schedule
 from nimble_core.utils.errors import InputError
 from nimble_core.utils.files import write_file
 from nimble_core.utils.units import format_ns
-from nimble_viz.analysis.dag import opening_schedule
-from nimble_viz.analysis.dag_layout import nest
+from nimble_viz.analysis.dag import nest, opening_schedule
 from nimble_viz.analysis.labels import label_call, label_run, source_of, trains
 from nimble_viz.analysis.provenance import module_of, nesting_modules
 from nimble_viz.report.data import ReportData
-
-if TYPE_CHECKING:
-    import graphviz
 
 __all__ = ["DRAWN", "Drawn", "digraph", "write_dot"]
 
@@ -33,8 +31,6 @@ _MOST_DRAWN = 2_000
 
 def digraph(report: ReportData, policy: str | None = None, *, transitive: bool = False) -> graphviz.Digraph:
     """Draw the graph of ``report`` under one of its schedules, as ``Report.graphviz`` says. O(calls + edges)."""
-    import graphviz
-
     schedule = opening_schedule(report) if policy is None else report.schedule(policy)
     if policy is not None and schedule is None:
         known = ", ".join(repr(plan.policy) for plan in report.schedules)
@@ -84,8 +80,6 @@ def digraph(report: ReportData, policy: str | None = None, *, transitive: bool =
 def _add_call(
     around: graphviz.Digraph, report: ReportData, schedule: Schedule | None, index: int, *, critical: bool
 ) -> None:
-    import graphviz
-
     call, cost = report.program.calls[index], report.costs.ns[index]
     stream = schedule.stream[index] if schedule else None
     colour = "#ffffff" if stream is None else _STREAMS[stream % len(_STREAMS)]
@@ -109,8 +103,6 @@ def write_dot(report: ReportData, target: Path, kind: Literal["dot"] | Drawn) ->
         InputError: there is no ``dot``, it failed, or the graph is too large for it.
         OSError: the file cannot be written.
     """
-    import graphviz
-
     drawn = digraph(report)
     if kind == "dot":
         return write_file(target, drawn.source.encode())

@@ -10,7 +10,7 @@ from nimble_core.utils.errors import InputError
 from nimble_core.utils.files import file_path, write_file
 from nimble_viz.export.dot import DRAWN, write_dot
 from nimble_viz.export.tables import KINDS, write_table, write_tables
-from nimble_viz.export.trace import chrome_json, make_trace
+from nimble_viz.export.trace import chrome_json
 from nimble_viz.report.data import ReportData
 
 __all__ = ["FORMATS", "Format", "export", "format_of"]
@@ -21,12 +21,8 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 
 _SUFFIXES: dict[str, Format] = {
     ".json": "chrome",
-    ".csv": "csv",
     ".gv": "dot",
-    ".dot": "dot",
-    ".svg": "svg",
-    ".pdf": "pdf",
-    ".png": "png",
+    **{f".{name}": name for name in FORMATS if name != "chrome"},
 }
 _KNOWN = (
     "OUT.json (Perfetto, Chrome), a folder or KIND.csv (tables), OUT.gv or OUT.dot (Graphviz), OUT.svg, OUT.pdf or "
@@ -61,13 +57,12 @@ def export(report: ReportData, path: str | os.PathLike[str], format: str | None 
     if kind == "dot" or kind in DRAWN:
         return write_dot(report, target, kind)
 
-    trace = make_trace(report)
-    if not trace.processes:
+    if not report.timelines:
         raise InputError(
             f"the report of {report.model!r} holds no timelines, so there is nothing to trace",
             fix="export the tables (a folder of CSV files), or take a report of compare() that was not interrupted",
         )
-    return write_file(target, chrome_json(trace).encode())
+    return write_file(target, chrome_json(report).encode())
 
 
 def _write_csv(report: ReportData, target: Path) -> Path:

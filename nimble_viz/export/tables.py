@@ -15,7 +15,7 @@ from nimble_core.ir.schedule import SyncCounts
 from nimble_core.utils.errors import InputError
 from nimble_core.utils.files import write_file
 from nimble_viz.analysis.advice import advice
-from nimble_viz.analysis.dag_layout import components
+from nimble_viz.analysis.dag import components
 from nimble_viz.analysis.gaps import replay_gaps
 from nimble_viz.analysis.labels import label_call, label_run, source_of
 from nimble_viz.analysis.overhead import grouped
@@ -287,11 +287,8 @@ def _modules(report: ReportData) -> Table:
 
 def _split(report: ReportData) -> Table:
     split = advice(report).replay
-    rows = (
-        [(split.run, name, ns, ns / split.total_ns if split.total_ns else 0.0) for name, ns, _ in split.rows]
-        if split
-        else []
-    )
+    total = sum(ns for _, ns, _ in split.rows) if split else 0.0
+    rows = [(split.run, name, ns, ns / total if total else 0.0) for name, ns, _ in split.rows] if split else []
     return {name: [row[at] for row in rows] for at, name in enumerate(("run", "part", "ns", "share"))}
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.padding import Padding
+from rich.table import Table
 
 from nimble_viz.analysis.labels import plural
 from nimble_viz.render.layout import plain, words
-
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType
 
 __all__ = ["PAGE", "Blocker", "Diagnosis"]
 
@@ -105,9 +105,6 @@ class Diagnosis:
     __repr__ = __str__
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        from rich.padding import Padding
-        from rich.table import Table
-
         yield words(f"nimble_viz diagnose: {self.model}", "bold")
         yield words(self.verdict, "bold green" if self.ok else "bold red")
         for number, one in enumerate(self.blockers, 1):

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from plotly.graph_objects import Bar, Box, Figure, Scattergl
+from plotly.subplots import make_subplots
 
 from nimble_core.ir.measurement import Measurement
 from nimble_core.utils.errors import InputError
@@ -18,9 +21,6 @@ from nimble_viz.analysis.summary import summary
 from nimble_viz.analysis.syncs import COUNTS
 from nimble_viz.analysis.timeline import axis_note, timelines
 from nimble_viz.report.data import ReportData
-
-if TYPE_CHECKING:
-    from plotly.graph_objects import Box, Figure, Scattergl
 
 __all__ = ["KINDS", "MAX_POINTS", "figure"]
 
@@ -47,8 +47,6 @@ def figure(report: ReportData, kind: str = "speed") -> Figure:
 
 def _timeline(report: ReportData) -> Figure:
     """Draw eager above the replays on one axis: a bar for each span, a row for each lane."""
-    from plotly.graph_objects import Bar, Figure
-
     figure = Figure()
     names: list[str] = []
     for run in timelines(report):
@@ -82,8 +80,6 @@ def _timeline(report: ReportData) -> Figure:
 
 def _overhead(report: ReportData) -> Figure:
     """Draw eager's host time by operator, stacked by source; on the host the operators' own work as well."""
-    from plotly.graph_objects import Bar, Figure
-
     rows = grouped(report, "operator")
     if report.overhead is None or not rows:
         return _empty(report, "Framework overhead", "eager was not profiled")
@@ -102,8 +98,6 @@ def _overhead(report: ReportData) -> Figure:
 
 def _syncs(report: ReportData) -> Figure:
     """Draw the synchronisations across streams of each schedule, counted in four ways."""
-    from plotly.graph_objects import Bar, Figure
-
     plans = summary(report)["plans"]
     if not plans:
         return _empty(report, "Synchronisations", "no plan was made")
@@ -124,8 +118,6 @@ def _title(report: ReportData, what: str) -> str:
 
 
 def _empty(report: ReportData, what: str, why: str) -> Figure:
-    from plotly.graph_objects import Figure
-
     return Figure().update_layout(title=f"{_title(report, what)}: {why}")
 
 
@@ -136,8 +128,6 @@ def _speed(report: ReportData) -> Figure:
     peers are drawn hollow and dotted. The title names model, dtype, batch and device. A report without measurements
     gives an empty figure that says so.
     """
-    from plotly.subplots import make_subplots
-
     if not report.measurements:
         return _empty(report, "Time per call", "nothing was measured")
     figure = make_subplots(
@@ -155,18 +145,15 @@ def _speed(report: ReportData) -> Figure:
     figure.update_yaxes(autorange="reversed", row=1, col=1)
     figure.update_xaxes(title_text="sample", row=2, col=1)
     figure.update_yaxes(title_text="ms", rangemode="tozero", row=2, col=1)
-    figure.update_layout(
+    return figure.update_layout(
         title=_title(report, "Time per call"),
         height=360 + 60 * len(report.measurements),
         legend={"orientation": "h", "y": -0.14},
     )
-    return figure
 
 
 def _traces(report: ReportData, taken: Measurement, colour: str) -> tuple[Box, Scattergl]:
     """Draw one measurement: a box with its samples, and the samples in their order."""
-    from plotly.graph_objects import Box, Scattergl
-
     samples = [ns / 1e6 for ns in taken.samples_ns]
     peer = any(one.name == taken.name for one in report.peers)
     label = f"{escape(label_run(report, taken.name))}{', peer' if peer else ''}"

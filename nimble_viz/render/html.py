@@ -5,16 +5,19 @@ from __future__ import annotations
 import gzip
 import html
 import json
+import re
 from base64 import b64encode
+from functools import cache
+from importlib import resources
 from string import Template
 
 from nimble_viz.analysis.view_data import view_data
-from nimble_viz.render.assets import asset, joined
 from nimble_viz.render.text import plain_text
 from nimble_viz.report.data import ReportData
 
-__all__ = ["fragment", "packed", "page", "still"]
+__all__ = ["asset", "fragment", "joined", "packed", "page", "still"]
 
+_IMPORT = re.compile(r'^import \{ [\w, ]+ \} from "\./([\w.]+)";\n', re.MULTILINE)
 _WIDTH = 100
 
 # A frame is told the system's theme, not that of the notebook around it: it asks, and the notebook's page answers.
@@ -109,3 +112,36 @@ def packed(report: ReportData, before: ReportData | None = None) -> bytes:
 
 def _gzip(text: str) -> bytes:
     return gzip.compress(text.encode(), mtime=0)
+
+
+# The viewer's files: there is nothing to build, and nothing to install.
+
+
+def asset(name: str) -> str:
+    """Return the text of one of the viewer's files."""
+    return (resources.files("nimble_viz.render.viewer") / name).read_text(encoding="utf-8")
+
+
+@cache
+def joined(entry: str) -> str:
+    """Return a module and all that it imports as one module without imports.
+
+    A page that is opened from a file cannot import others, and a widget's code is one string. So the modules stand one
+    after the other, each after those that it imports, without ``import`` lines and without the word ``export``. For
+    that their top-level names differ, and an import is one line that names things of a file beside it.
+
+    Args:
+        entry: a file's name, ``"page.js"``.
+    """
+    texts: dict[str, str] = {}
+
+    def add(name: str) -> None:
+        if name in texts:
+            return
+        text = asset(name)
+        for needed in _IMPORT.findall(text):
+            add(needed)
+        texts[name] = re.sub(r"^export ", "", _IMPORT.sub("", text), flags=re.MULTILINE)
+
+    add(entry)
+    return "".join(texts.values())

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import StringIO
-from typing import TYPE_CHECKING
+from shutil import get_terminal_size
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.measure import Measurement
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
 from nimble_viz.analysis.labels import visible
-
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType
-    from rich.measure import Measurement
-    from rich.table import Table
-    from rich.text import Text
 
 __all__ = [
     "COLOURS", "FILLS", "MAX_WIDTH", "MIN_WIDTH", "Bar", "bullet", "columns", "indented", "make_table",
@@ -33,23 +34,13 @@ _NAMES = 46
 
 def columns(width: int | None = None) -> int:
     """Return ``width`` within 60 and 200; None takes the terminal's, or 80 where there is none."""
-    from shutil import get_terminal_size
-
     return max(MIN_WIDTH, min(get_terminal_size().columns if width is None else width, MAX_WIDTH))
 
 
 def plain(content: RenderableType, width: int | None = None) -> str:
     """Return ``content`` as a string without colour codes, laid out for ``columns(width)``."""
-    from rich.console import Console
-
     console = Console(
-        file=StringIO(),
-        width=columns(width),
-        color_system=None,
-        force_terminal=False,
-        force_jupyter=False,
-        legacy_windows=False,
-        _environ={},
+        file=StringIO(), width=columns(width), color_system=None, force_jupyter=False, legacy_windows=False, _environ={}
     )
     with console.capture() as captured:
         console.print(content)
@@ -58,8 +49,6 @@ def plain(content: RenderableType, width: int | None = None) -> str:
 
 def words(content: str, style: str = "", *, lines: bool = False) -> Text:
     """Return ``content`` as it is: never markup, never a control code; line breaks only if ``lines``."""
-    from rich.text import Text
-
     cleaned = "\n".join(map(visible, content.split("\n"))) if lines else visible(content)
     return Text(cleaned, style=style, overflow="fold")
 
@@ -71,9 +60,6 @@ def note(content: str) -> Text:
 
 def make_table(heads: Sequence[tuple[str, str]], rows: Iterable[Sequence[str | RenderableType]]) -> Table:
     """Make a table; a head is its name and ``"r"`` for a column on the right, text in cells is taken as it is."""
-    from rich import box
-    from rich.table import Table
-
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
     for name, side in heads:
         table.add_column(words(name), justify="right" if side else "left", overflow="fold")
@@ -84,8 +70,6 @@ def make_table(heads: Sequence[tuple[str, str]], rows: Iterable[Sequence[str | R
 
 def pairs(rows: Iterable[tuple[str, str]]) -> Table:
     """Put names beside values."""
-    from rich.table import Table
-
     table = Table.grid(padding=(0, 2))
     table.add_column(overflow="fold", max_width=_NAMES)
     table.add_column(overflow="fold")
@@ -96,8 +80,6 @@ def pairs(rows: Iterable[tuple[str, str]]) -> Table:
 
 def bullet(content: str) -> Table:
     """Put a dash before ``content``."""
-    from rich.table import Table
-
     table = Table.grid(padding=(0, 1))
     table.add_column()
     table.add_column(overflow="fold")
@@ -107,8 +89,6 @@ def bullet(content: str) -> Table:
 
 def indented(content: str | RenderableType) -> RenderableType:
     """Move ``content`` two columns to the right; a string is dim."""
-    from rich.padding import Padding
-
     return Padding(note(content) if isinstance(content, str) else content, (0, 0, 0, 2))
 
 
@@ -128,8 +108,6 @@ class Bar:
     largest: float
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        from rich.measure import Measurement
-
         return Measurement(min(_BAR_MIN, options.max_width), min(_BAR_MAX, options.max_width))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:

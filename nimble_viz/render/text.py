@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from nimble_core.utils.units import format_bytes, format_count, format_ns, format_percent
 from nimble_viz.analysis.gaps import CAUSES
-from nimble_viz.analysis.labels import plural, visible
+from nimble_viz.analysis.labels import context, plural, visible
 from nimble_viz.analysis.live_memory import live_memory
 from nimble_viz.analysis.overhead import PARTS, grouped, overhead
 from nimble_viz.analysis.source import hottest, source
 from nimble_viz.analysis.summary import summary
 from nimble_viz.analysis.syncs import host_syncs
 from nimble_viz.analysis.tables import Cell
+from nimble_viz.analysis.tiles import tiles
 from nimble_viz.analysis.timeline import axis_note, timelines
 from nimble_viz.render.layout import (
     COLOURS,
     FILLS,
-    MAX_WIDTH,
-    MIN_WIDTH,
     Bar,
     bullet,
-    columns,
     indented,
     make_table,
     note,
@@ -31,16 +34,16 @@ from nimble_viz.render.layout import (
     sections,
     words,
 )
-from nimble_viz.render.tiles_text import TilesText
 from nimble_viz.report.data import ReportData
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
-    from rich.text import Text
+__all__ = ["pane_text", "plain_text", "report_text"]
 
-__all__ = ["MAX_WIDTH", "MIN_WIDTH", "columns", "pane_text", "plain", "plain_text", "report_text"]
-
+_COLOURED = {"faster": "green", "slower": "red", "undecided": "dim"}
+"""How a ratio is set."""
+_MOST = 12
+_NAME, _BAR, _GAP = 8, 16, 2
+_NARROW = 80
+_MORE = "everything: --full, to_text(full=True); page: --html, to_html(path)"
 _TOP = 10
 _GAPS = 5
 _MARKS = {"good": "green", "bad": "red", "open": "dim"}
@@ -63,8 +66,6 @@ def plain_text(report: ReportData, width: int | None = None, *, full: bool = Fal
 
 def pane_text(report: ReportData, pane: str, width: int | None = None) -> str:
     """Return what the full text says of one view, with more lines of code and results that hold the peak of memory."""
-    from rich.console import Group
-
     shown = [(title, body) for panes, title, body in _sections(report, _MORE_LINES) if pane in panes.split()]
     nothing = f"{_NOTHING[pane]}." if pane in _NOTHING and not shown else ""
     named = words(f"nimble_viz: {report.model}", "bold"), *([words(nothing)] if nothing else [])
@@ -73,8 +74,6 @@ def pane_text(report: ReportData, pane: str, width: int | None = None) -> str:
 
 def report_text(report: ReportData, *, full: bool = False) -> RenderableType:
     """Return ``report`` for a rich console: its first screen, or all; sections with nothing to say are left out."""
-    from rich.console import Group
-
     if not full:
         return TilesText(report)
     parts = ((title, body) for _, title, body in _sections(report, _LINES))
@@ -105,8 +104,10 @@ def _sections(report: ReportData, most: int) -> Iterator[tuple[str, str, list[Re
         yield "timeline", "Timelines", _timelines(lines, chosen, axis_note(report))
     if not tables["profiled"]:
         yield "summary dag", "Limits", [pairs(tables["facts"])]
-    if tables["advice"]:
-        yield "summary", "What each change would gain", _advice(tables["advice"])
+    if advice := tables["advice"]:
+        changes = [bullet(f"{change['what']}: {change['gain']}; {change['why']}") for change in advice["changes"]]
+        replay = _described(advice["replay"]) if advice["replay"] else []
+        yield "summary", "What each change would gain", [*changes, *replay]
     profile = overhead(report)
     if report.overhead is not None and profile is not None:
         yield "overhead", "Framework overhead of the eager run", _overhead(report, profile)
@@ -117,8 +118,9 @@ def _sections(report: ReportData, most: int) -> Iterator[tuple[str, str, list[Re
         yield "source", "Hottest lines", _hottest(annotated, most)
     if tables["preparation"]:
         yield "summary", tables["preparation"]["title"], _described(tables["preparation"])
-    if tables["memory"]:
-        yield "summary memory", "Memory" if tables["host"] else "Device memory", _memory(tables["memory"])
+    if held := tables["memory"]:
+        engines = [words(""), *_described(held["engines"])] if held["engines"] else []
+        yield "summary memory", "Memory" if tables["host"] else "Device memory", [pairs(held["facts"]), *engines]
     if live:
         yield "memory", "Results that hold the peak", [*_live(live, most)]
     if tables["profiled"]:
@@ -146,11 +148,6 @@ def _cell(content: Cell, style: str = "") -> Text:
     return words("\n".join(visible(line) for line in lines if line), _MARKS.get(content["mark"], style), lines=True)
 
 
-def _advice(found: dict[str, Any]) -> list[RenderableType]:
-    changes = [bullet(f"{change['what']}: {change['gain']}; {change['why']}") for change in found["changes"]]
-    return [*changes, *(_described(found["replay"]) if found["replay"] else [])]
-
-
 def _timelines(lines: Sequence[dict[str, Any]], chosen: dict[str, Any], axis: str) -> list[RenderableType]:
     """Say what each run's lanes show: both lengths, what to doubt, and what the streams' time went to."""
     body: list[RenderableType] = []
@@ -173,10 +170,6 @@ def _timelines(lines: Sequence[dict[str, Any]], chosen: dict[str, Any], axis: st
         delay = "delay: since the call's data was ready; only of calls on the chain that ran longest, others delay none"
         body += [note(delay), *(note(f"{name}: {meaning}") for _, name, meaning in CAUSES)]
     return [*body, note(axis)]
-
-
-def _memory(held: dict[str, Any]) -> list[RenderableType]:
-    return [pairs(held["facts"]), *([words(""), *_described(held["engines"])] if held["engines"] else [])]
 
 
 def _live(found: dict[str, Any], most: int) -> Iterator[RenderableType]:
@@ -246,3 +239,85 @@ def _hottest(code: dict[str, Any], most: int) -> list[RenderableType]:
     table = make_table(((name.lower(), "r"), ("share", "r"), ("line and code", "")), cells)
     both = "; forward and backward together" if len(code["sides"]) > 1 else ""
     return [table, note(f"{meaning}; shares are of all calls{both}; every line: report.source()")]
+
+
+# The first screen: three tiles, with two bars on one scale.
+
+
+@dataclass(frozen=True, slots=True)
+class TilesText:
+    """The three tiles of a report; not ``full``, on at most twelve lines from 80 columns on."""
+
+    report: ReportData
+    full: bool = False
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        width, found = options.max_width, tiles(self.report)
+        room = width - _NAME - _GAP
+        beside = room - (_BAR + _GAP if width >= _NARROW else 0)
+        now, prepared, following = found["now"], found["prepared"], found["next"]
+        largest = max(now["ns"], prepared["ns"])
+
+        def cut(content: Text, most: int, room: int = room) -> list[Text]:
+            lines = list(content.wrap(console, room, overflow="fold"))
+            if self.full or len(lines) <= most:
+                return lines
+            lines[most - 1].truncate(room - 1)
+            lines[most - 1].append("…")
+            return lines[:most]
+
+        def row(name: str, lines: list[Text], parts: list[float] | None = None) -> Iterator[RenderableType]:
+            yield _row(name, lines[:1], Bar(parts, largest) if parts and largest and width >= _NARROW else None)
+            for line in lines[1:]:
+                yield _row("", [line])
+
+        title = words(f"nimble_viz: {self.report.model}, {context(self.report)}", "bold")
+        title.truncate(width, overflow="ellipsis" if not self.full else "fold")
+        yield title
+        spent = ", ".join(
+            f"{one['name']} {one['share']}{' (' * self.full}{one['text'] * self.full}{')' * self.full}"
+            for one in now["rows"]
+            if one["ns"]
+        )
+        bound = f"{now['bound']}: {spent}" if now["bound"] else ""
+        told = (bound, *now["lines"]) if now["stable"] else (*now["lines"], bound)
+        said = words("; ".join(filter(None, told)))
+        parts = [one["ns"] for one in now["rows"]] or [now["ns"]]
+        shares = [*parts, *[0.0] * (5 - len(parts))]
+        head = words(now["figure"], "bold").append(f"  {now['of']}", "not bold")
+        explained = cut(said, 1 if prepared["ns"] else 3) if said else []
+        yield from row("now", [*cut(head, 1, beside), *explained], shares)
+        code = [words(line, "cyan") for line in following["code"].splitlines() if line]
+        pasted = [line for one in code for line in one.wrap(console, room, overflow="fold")]
+        step = cut(words(following["figure"]), 2)
+        left = _MOST - 4 - max(len(explained), 1) - len(step) - len(pasted)
+        lines = [prepared["of"], *prepared["lines"]] if prepared["of"] else prepared["lines"]
+        details = cut(words("; ".join(lines)), max(left, 1))
+        parts = [0.0, prepared["ns"], 0.0, 0.0, 0.0]
+        yield from row("prepared", [*cut(_figure(prepared), 1, beside), *details], parts if prepared["ns"] else None)
+        if self.full and prepared["code"]:
+            yield from row("", [words(line, "cyan") for line in prepared["code"].splitlines() if line])
+        yield from row("next", [*step, *pasted])
+        if self.full:
+            yield from (line for one in following["lines"] for line in row("", cut(words(one), 1)))
+        else:
+            yield from row("more", cut(note(_MORE), 1))
+
+
+def _figure(tile: dict[str, Any]) -> Text:
+    """Set a verdict in its colour where nothing is doubtful; never what is undecided."""
+    colour = _COLOURED.get(tile["verdict"], "") if tile["good"] else "yellow"
+    style = "" if tile["verdict"] in ("", "undecided") else f"bold {colour}".strip()
+    beside = {"": "", "no difference": " from eager", "undecided": " against eager"}.get(tile["verdict"], " than eager")
+    text = words(tile["figure"], style).append(beside, "")
+    return text.append(f" ({tile['interval']})" if tile["interval"] else "", "not bold")
+
+
+def _row(name: str, content: list[Text], bar: Bar | None = None) -> RenderableType:
+    table = Table.grid(padding=(0, _GAP, 0, 0))
+    table.add_column(width=_NAME)
+    if bar:
+        table.add_column(width=_BAR)
+    table.add_column(overflow="fold")
+    table.add_row(words(name, "bold cyan"), *([bar] if bar else []), *content)
+    return table

@@ -19,8 +19,7 @@ from nimble_core.utils.errors import InputError
 from nimble_viz.analysis.dag import opening_schedule
 from nimble_viz.analysis.provenance import became
 from nimble_viz.analysis.what_if import Simulated, no_simulation, simulate_plan
-from nimble_viz.render.assets import asset, joined
-from nimble_viz.render.html import packed, still
+from nimble_viz.render.html import asset, joined, packed, still
 from nimble_viz.report.data import ReportData
 
 __all__ = ["ReportWidget", "Selection"]
@@ -37,18 +36,6 @@ class Selection:
 
     def __bool__(self) -> bool:
         return bool(self.calls or self.eager)
-
-
-def _selection_to_json(value: Selection, _: object) -> dict[str, list[int]]:
-    return {"calls": list(value.calls), "eager": list(value.eager)}
-
-
-def _selection_from_json(value: dict[str, list[int]], _: object) -> Selection:
-    return Selection(tuple(value["calls"]), tuple(value["eager"]))
-
-
-def _simulated_to_json(value: Simulated | None, _: object) -> dict[str, Any] | None:
-    return None if value is None else {"text": str(value), **asdict(value)}
 
 
 class ReportWidget(AnyWidget):
@@ -73,12 +60,16 @@ class ReportWidget(AnyWidget):
     _pane = traitlets.Unicode().tag(sync=True)
     _what_if = traitlets.Dict().tag(sync=True)
     selected = traitlets.Instance(Selection, args=()).tag(
-        sync=True, to_json=_selection_to_json, from_json=_selection_from_json
+        sync=True,
+        to_json=lambda value, _: {"calls": list(value.calls), "eager": list(value.eager)},
+        from_json=lambda value, _: Selection(tuple(value["calls"]), tuple(value["eager"])),
     )
     plan = traitlets.Unicode().tag(sync=True)
     dark = traitlets.Bool(False).tag(sync=True)
     simulated = traitlets.Instance(Simulated, allow_none=True, default_value=None).tag(
-        sync=True, to_json=_simulated_to_json, from_json=lambda value, widget: value and widget.simulated
+        sync=True,
+        to_json=lambda value, _: value and {"text": str(value), **asdict(value)},
+        from_json=lambda value, widget: value and widget.simulated,
     )
 
     def __init__(self, report: ReportData, pane: str = "summary") -> None:
@@ -105,11 +96,6 @@ class ReportWidget(AnyWidget):
         if proposal.value not in plans:
             raise InputError(f"there is no schedule {proposal.value!r}", fix=f"one of {', '.join(plans) or 'none'}")
         return str(proposal.value)
-
-    @property
-    def marked(self) -> Selection:
-        """What is selected."""
-        return self.selected
 
     def select(self, *calls: int) -> None:
         """Select calls of the program; those that are not there are left out, none of them clears the selection.

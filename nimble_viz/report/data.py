@@ -22,26 +22,10 @@ from nimble_core.scheduling.saved_plan import Plan, make_plan
 from nimble_core.utils.errors import InputError
 
 __all__ = [
-    "EAGER_ALONE",
-    "INPUT",
-    "STAGES",
-    "Bound",
-    "CallOverhead",
-    "DeviceIdle",
-    "EngineMemory",
-    "EqualityCheck",
-    "HostSync",
-    "Memory",
-    "OverheadProfile",
-    "PeerResult",
-    "PhaseOverhead",
-    "PrepareStep",
-    "ReportData",
-    "Sampling",
-    "SourceLines",
-    "Stage",
-    "Work",
-]
+    "EAGER_ALONE", "INPUT", "STAGES", "Bound", "CallOverhead", "DeviceIdle", "EngineMemory", "EqualityCheck",
+    "HostSync", "Memory", "OverheadProfile", "PeerResult", "PhaseOverhead", "PrepareStep", "ReportData", "Sampling",
+    "SourceLines", "Stage", "Work",
+]  # fmt: skip
 
 SCHEMA_VERSION = 1
 

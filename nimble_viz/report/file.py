@@ -60,11 +60,14 @@ def save(report: ReportData, path: str | os.PathLike[str]) -> Path:
     They are decoded once before they are written, so what is written is readable.
     """
     try:
-        data = _encode(check_report(report))
+        data = msgspec.json.encode(Wire(SCHEMA_VERSION, check_report(report)))
         with collector_paused():  # a report is a great many new values without a cycle
             _decode(data)
     except ReportFileError as error:
         raise ReportFileError(f"this report cannot be saved: {error.what}", where=error.where, fix=error.fix) from error
+    except (TypeError, ValueError, OverflowError) as error:
+        what = f"this report cannot be saved: it holds a value that JSON cannot ({error})"
+        raise ReportFileError(what) from error
     return write_file(path, compress(data, _COMPRESSION, mtime=0))
 
 
@@ -136,13 +139,6 @@ def decode(decoder: msgspec.json.Decoder[Value], data: bytes, kind: str) -> Valu
         raise ReportFileError(f"not a {kind}, or damaged: {what}", where=place.strip("`")) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ReportFileError(f"not a {kind}: it does not hold JSON, or is cut short: {error}") from error
-
-
-def _encode(report: ReportData) -> bytes:
-    try:
-        return msgspec.json.encode(Wire(SCHEMA_VERSION, report))
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ReportFileError(f"it holds a value that JSON cannot ({error})") from error
 
 
 def _decode(data: bytes) -> ReportData:

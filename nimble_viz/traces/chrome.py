@@ -97,12 +97,8 @@ def read_trace(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> R
         OSError: the file cannot be read.
     """
     with in_file(path, fix=_TAKE_AGAIN, instead=_A_REPORT if os.fspath(path).endswith(".nimble") else ""):
-        return _recording(_decode(unpacked(path, max_bytes)))
-
-
-def _decode(data: bytes) -> _File:
-    found = decode(_decoder, data, "Chrome trace")
-    return found if isinstance(found, _File) else _File(found)
+        found = decode(_decoder, unpacked(path, max_bytes), "Chrome trace")
+        return _recording(found if isinstance(found, _File) else _File(found))
 
 
 def _recording(file: _File) -> Recording:
@@ -133,7 +129,9 @@ def _recording(file: _File) -> Recording:
     whole.sort(key=lambda event: (event.ts or 0.0, -(event.dur or 0.0)))
 
     def host(*categories: str) -> tuple[HostEvent, ...]:
-        return tuple(_host_event(one, zero, number[_key(one)]) for one in whole if _kind(one) in categories)
+        """Keep these kinds; a tensor that is printed counts as an operator."""
+        own = (one for one in whole if ("cpu_op" if one.name == PRINT else one.cat) in categories)
+        return tuple(_host_event(one, zero, number[_key(one)]) for one in own)
 
     return Recording(
         operators=host("cpu_op"),
@@ -153,35 +151,27 @@ def _recording(file: _File) -> Recording:
     )
 
 
-def _kind(event: _Event) -> str:
-    """Return the category of an event; a tensor that is printed counts as an operator."""
-    return "cpu_op" if event.name == PRINT else event.cat or ""
-
-
-def _start(event: _Event, zero: float) -> int:
-    """Return when an event begins, in nanoseconds from ``zero``."""
-    return round(((event.ts or 0.0) - zero) * 1000)
-
-
-def _end(event: _Event, zero: float) -> int:
-    return round(((event.ts or 0.0) - zero + (event.dur or 0.0)) * 1000)
+def _span(event: _Event, zero: float) -> tuple[int, int]:
+    """Return when an event begins and ends, in nanoseconds from ``zero``."""
+    since = (event.ts or 0.0) - zero
+    return round(since * 1000), round((since + (event.dur or 0.0)) * 1000)
 
 
 def _host_event(event: _Event, zero: float, thread: int) -> HostEvent:
     said = event.args or {}
     operator = event.cat == "cpu_op"
     correlation = _int(said.get("External id", said.get("external id")) if operator else said.get("correlation"))
-    return HostEvent(str(event.name), _start(event, zero), _end(event, zero), thread, correlation)
+    return HostEvent(str(event.name), *_span(event, zero), thread, correlation)
 
 
 def _device_event(event: _Event, zero: float, arrows: _Arrows) -> DeviceEvent:
     """Turn an event into one of the device; without a correlation it gets that of the arrow that ends there."""
-    said = event.args or {}
+    said, (start_ns, end_ns) = event.args or {}, _span(event, zero)
     return DeviceEvent(
         name=str(event.name),
         kind=cast(Literal["kernel", "memcpy", "memset"], str(event.cat).removeprefix("gpu_")),
-        start_ns=_start(event, zero),
-        end_ns=_end(event, zero),
+        start_ns=start_ns,
+        end_ns=end_ns,
         stream=_int(said.get("stream", event.tid)),
         correlation=_int(said.get("correlation")) or arrows.get((_key(event), event.ts), 0),
         linked=_int(said.get("External id", said.get("external id"))),
@@ -195,7 +185,7 @@ def _backward_of(file: _File, zero: float, number: Mapping[_Key, int]) -> dict[t
     for event in file.trace_events:
         if event.cat == "fwdbwd" and event.ts is not None and _key(event) in number and _in_reach(event.ts):
             side = made if event.ph == "s" else ran
-            side[_int(event.id)] = number[_key(event)], _start(event, zero)
+            side[_int(event.id)] = number[_key(event)], _span(event, zero)[0]
     return {at: made[arrow] for arrow, at in ran.items() if arrow in made}
 
 

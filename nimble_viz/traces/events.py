@@ -15,20 +15,9 @@ from typing import Literal
 from nimble_viz.report.data import Stage
 
 __all__ = [
-    "CALIBRATION",
-    "PHASE",
-    "PRINT",
-    "RUN",
-    "TICK",
-    "DeviceEvent",
-    "HostEvent",
-    "Trace",
-    "floor_of",
-    "is_launch",
-    "is_synchronisation",
-    "lost_launches",
-    "outer_first",
-]
+    "CALIBRATION", "PHASE", "PRINT", "RUN", "TICK", "DeviceEvent", "HostEvent", "Trace", "floor_of", "is_launch",
+    "is_synchronisation", "lost_launches", "outer_first",
+]  # fmt: skip
 
 TICK = "nimble.tick"
 """Annotation between two iterations, where somebody said what an iteration is."""

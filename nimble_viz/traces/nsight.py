@@ -161,7 +161,8 @@ class _Reader:
             replays.append(Replay(process, launch, thread, at, nodes, activities))
         replays.sort(key=lambda one: (one.activities[0].start_ns, one.process, one.launch))
         created, copied = self._nodes()
-        return Export(tuple(replays), created, copied, self._ranges(), self._gpu())
+        gpus = {name for (name,) in self._rows(_GPUS, ("name",)) if isinstance(name, str)}
+        return Export(tuple(replays), created, copied, self._ranges(), gpus.pop() if len(gpus) == 1 else "")
 
     def _activities(self) -> Iterator[tuple[int, int, int, Activity]]:
         """Yield ``(process, launch, node, activity)``; node 0 outside graphs."""
@@ -223,10 +224,6 @@ class _Reader:
         if domains:
             found = [one for one in found if (process_of(one[1].thread), one[0]) in domains]
         return tuple(sorted((one for _, one in found), key=lambda one: (one.thread, one.start_ns, -one.end_ns)))
-
-    def _gpu(self) -> str:
-        names = {name for (name,) in self._rows(_GPUS, ("name",)) if isinstance(name, str)}
-        return names.pop() if len(names) == 1 else ""
 
     def _text(self, key: object) -> str:
         if not self._texts:

@@ -71,18 +71,13 @@ export function createBoxes(app) {
     const wide = new Float64Array(nodes), tall = new Float64Array(nodes), x = new Float64Array(nodes), y = new Float64Array(nodes);
     const visible = new Uint8Array(boxes), shift = new Float64Array(boxes), bands = new Map();
     const child = (around, call) => { let box = call; while (graph.parent[box] !== around) box = graph.parent[box]; return box; };
-    /** How far right of a box's middle its edges leave it at the bottom, and enter it at the top. */
-    const leave = (box, u) => {
+    /** How far right of a box's middle edges from u pass its last row or its first, where the call at that end is. */
+    const port = (box, u, end, edgeOf) => {
       if (box >= boxes || !isGroup(box) || !open.has(box)) return 0;
-      const rows = rowsOf.get(box), member = child(box, u);
-      const node = rowOf[member] === rows.length - 1 ? member : laneAt(box, u, rows.length - 1);
-      return node < 0 ? 0 : x[node] + wide[node] / 2 + leave(node, u) + shift[box] - wide[box] / 2;
+      const member = child(box, end), edge = edgeOf(box), node = rowOf[member] === edge ? member : laneAt(box, u, edge);
+      return node < 0 ? 0 : x[node] + wide[node] / 2 + port(node, u, end, edgeOf) + shift[box] - wide[box] / 2;
     };
-    const enter = (box, u, v) => {
-      if (box >= boxes || !isGroup(box) || !open.has(box)) return 0;
-      const member = child(box, v), node = rowOf[member] === 0 ? member : laneAt(box, u, 0);
-      return node < 0 ? 0 : x[node] + wide[node] / 2 + enter(node, u, v) + shift[box] - wide[box] / 2;
-    };
+    const leave = (box, u) => port(box, u, u, (group) => rowsOf.get(group).length - 1), enter = (box, u, v) => port(box, u, v, () => 0);
     const inner = (around, top) => {
       const rows = rowsOf.get(around) || [], middle = new Map(), near = new Map(), tops = [], bottoms = [];
       for (const row of rows) {

@@ -204,20 +204,15 @@ export function buildDag(node, app) {
     }
     return null;
   }
-  const cut = (context, text, room) => {
+  /** As much of a text as fits, at least so many characters; by default its beginning. */
+  const cut = (context, text, room, least = 1, part = (kept) => `${text.slice(0, kept)}…`) => {
     if (context.measureText(text).width <= room) return text;
     let low = 0, high = text.length;
-    while (low < high) { const half = (low + high + 1) >> 1; if (context.measureText(`${text.slice(0, half)}…`).width <= room) low = half; else high = half - 1; }
-    return low ? `${text.slice(0, low)}…` : "";
+    while (low < high) { const half = (low + high + 1) >> 1; if (context.measureText(part(half)).width <= room) low = half; else high = half - 1; }
+    return low >= least ? part(low) : "";
   };
   /** Both ends of what does not fit. */
-  const shorten = (context, text, room) => {
-    if (context.measureText(text).width <= room) return text;
-    let low = 0, high = text.length;
-    const both = (kept) => `${text.slice(0, Math.ceil(kept / 2))}…${text.slice(text.length - Math.floor(kept / 2))}`;
-    while (low < high) { const half = (low + high + 1) >> 1; if (context.measureText(both(half)).width <= room) low = half; else high = half - 1; }
-    return low > 3 ? both(low) : "";
-  };
+  const shorten = (context, text, room) => cut(context, text, room, 4, (kept) => `${text.slice(0, Math.ceil(kept / 2))}…${text.slice(text.length - Math.floor(kept / 2))}`);
   const partOf = (at) => (graph.parts[at] > 1 ? ` (part ${count(graph.part[at])} of ${count(graph.parts[at])})` : "");
   const pathOf = (box) => { const names = []; for (let at = box; at >= size; at = graph.parent[at]) names.unshift(graph.name[at - size]); return names.join("."); };
   function draw(context, width, height) {

@@ -39,36 +39,28 @@ export function createTheme(themed) {
     heat(at, steps) { return HEAT[this.dark ? "dark" : "light"][steps > 1 ? Math.round((6 * at) / (steps - 1)) : 3]; },
   };
   const patterns = {};
-  /** Beyond eight streams the colours come round again, with stripes, dots, bars: never colour alone. */
-  const streamFill = (context, index) => {
-    const colour = theme.stream(index), round = Math.floor(index / 8) % 4;
-    if (!round) return colour;
-    const key = `${colour}${round}`;
+  /** A ground with marks on it, in tiles, made once. */
+  const patterned = (context, ground, mark, thick, draw) => {
+    const key = `${ground}${draw.name}`;
     if (!patterns[key]) {
       const tile = el("canvas", { width: 8, height: 8 }), paint = tile.getContext("2d");
-      paint.fillStyle = colour; paint.fillRect(0, 0, 8, 8);
-      paint.strokeStyle = paint.fillStyle = theme.dark ? "rgba(0,0,0,.5)" : "rgba(255,255,255,.65)"; paint.lineWidth = 1.8;
-      paint.beginPath();
-      if (round === 1) { for (const at of [-8, 0, 8]) { paint.moveTo(at - 2, 10); paint.lineTo(at + 10, -2); } }
-      else if (round === 2) { paint.arc(4, 4, 1.8, 0, 7); paint.fill(); paint.beginPath(); }
-      else { paint.moveTo(4, 0); paint.lineTo(4, 8); }
-      paint.stroke();
+      paint.fillStyle = ground; paint.fillRect(0, 0, 8, 8);
+      paint.strokeStyle = paint.fillStyle = mark; paint.lineWidth = thick;
+      paint.beginPath(); draw(paint); paint.stroke();
       patterns[key] = context.createPattern(tile, "repeat");
     }
     return patterns[key];
   };
-  /** What has no value: hatched. */
-  const unknownFill = (context) => {
-    if (!patterns.unknown) {
-      const tile = el("canvas", { width: 8, height: 8 }), paint = tile.getContext("2d");
-      paint.fillStyle = theme.value("sunken"); paint.fillRect(0, 0, 8, 8);
-      paint.strokeStyle = theme.value("line-strong"); paint.lineWidth = 1.2; paint.beginPath();
-      for (const at of [-8, 0, 8]) { paint.moveTo(at - 2, 10); paint.lineTo(at + 10, -2); }
-      paint.stroke();
-      patterns.unknown = context.createPattern(tile, "repeat");
-    }
-    return patterns.unknown;
+  const stripes = (paint) => { for (const at of [-8, 0, 8]) { paint.moveTo(at - 2, 10); paint.lineTo(at + 10, -2); } };
+  const dots = (paint) => { paint.arc(4, 4, 1.8, 0, 7); paint.fill(); paint.beginPath(); };
+  const bars = (paint) => { paint.moveTo(4, 0); paint.lineTo(4, 8); };
+  /** Beyond eight streams the colours come round again, with stripes, dots, bars: never colour alone. */
+  const streamFill = (context, index) => {
+    const colour = theme.stream(index), draw = [null, stripes, dots, bars][Math.floor(index / 8) % 4];
+    return draw ? patterned(context, colour, theme.dark ? "rgba(0,0,0,.5)" : "rgba(255,255,255,.65)", 1.8, draw) : colour;
   };
+  /** What has no value: hatched. */
+  const unknownFill = (context) => patterned(context, theme.value("sunken"), theme.value("line-strong"), 1.2, stripes);
   const streamChip = (stream) => {
     const colour = theme.stream(stream), stripes = STRIPES(theme.dark ? "rgba(0,0,0,.5)" : "rgba(255,255,255,.65)")[Math.floor(stream / 8) % 4];
     const number = el("b", { style: `background:${colour}` }, stream);

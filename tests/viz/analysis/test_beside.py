@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from nimble_viz.analysis.beside import beside
+from nimble_viz.analysis.diff import beside
 from nimble_viz.analysis.view_data import view_data
 from nimble_viz.render.report import Report
 from tests.support.sample_reports import RENDERED, fused_report, profile_report, sample_report

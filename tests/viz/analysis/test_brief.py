@@ -7,7 +7,7 @@ import json
 import pytest
 
 from nimble_viz.analysis.advice import advice
-from nimble_viz.analysis.brief import brief
+from nimble_viz.analysis.summary import brief
 from tests.support.sample_reports import CASES, fused_report, sample_report
 
 

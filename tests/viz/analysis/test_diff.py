@@ -21,8 +21,7 @@ from nimble_core.ir.schedule import Schedule
 from nimble_core.utils.errors import InputError
 from nimble_viz.analysis.diff import Change, CostChange, SpeedChange, beside_eager, environment_changes, processes
 from nimble_viz.render.report import Report
-from nimble_viz.render.verdict_text import headline
-from nimble_viz.render.verdicts import Difference, diff
+from nimble_viz.render.verdicts import Difference, diff, headline
 from nimble_viz.report.data import HostSync
 from tests.support.sample_reports import RENDERED, fused_report, sample_report, training_report
 

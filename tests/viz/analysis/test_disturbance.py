@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nimble_core.ir.measurement import summarize
-from nimble_viz.analysis.disturbance import disturbances, why_undecided
+from nimble_viz.analysis.compared import disturbances, why_undecided
 from nimble_viz.analysis.summary import summary
 from nimble_viz.analysis.tiles import verdict
 from nimble_viz.render.report import Report

@@ -14,14 +14,14 @@ from nimble_core.ir.measurement import summarize
 from nimble_core.ir.schedule import Schedule
 from nimble_core.ir.timeline import Lane, SelfCheck, Span, Timeline
 from nimble_core.utils.units import format_percent
-from nimble_viz.analysis.concurrency import in_flight
+from nimble_viz.analysis.limit import in_flight
 from nimble_viz.analysis.overhead import overhead
 from nimble_viz.analysis.summary import summary
 from nimble_viz.analysis.timeline import axis_note, distorted, timelines
 from nimble_viz.export.tables import make_table
-from nimble_viz.export.trace import make_trace
 from nimble_viz.render.report import Report
 from nimble_viz.render.text import plain_text
+from tests.support.chrome_events import told_of
 from tests.support.sample_reports import sample_report
 
 LANES = (Lane("stream 0", "stream"), Lane("stream 1", "stream"))
@@ -79,8 +79,7 @@ def test_a_failed_self_check_marks_page_text_exports_and_value() -> None:
     assert shown["longest"] == shown["gaps"]["span"] == []
     assert "UNRELIABLE: 3 of 4 nodes seen in every replay" in plain_text(report, 120, full=True)
     assert any("unreliable" in warning for warning in summary(report)["warnings"])
-    process = make_trace(report).processes[0]
-    assert "UNRELIABLE" in process.labels
+    assert "UNRELIABLE" in told_of(report).labels[0].split(", ")
     assert set(map(len, make_table(report, "gaps").values())) == {0}
 
 
@@ -104,7 +103,7 @@ def test_a_simulation_is_never_shown_without_its_label() -> None:
     assert timelines(report)[0]["marks"] == ["SIMULATED, not measured"]
     assert "SIMULATED, not measured: nimble replay" in axis_note(report)
     assert "SIMULATED" in plain_text(report, 200, full=True)
-    assert any("simulated" in label for label in make_trace(report).processes[0].labels)
+    assert "simulated" in told_of(report).labels[0]
 
 
 @st.composite

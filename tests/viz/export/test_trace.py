@@ -1,7 +1,8 @@
-"""The Trace: every span once, rows without overlaps, arrows between slices that exist."""
+"""Chrome trace events: every span once, rows without overlaps, arrows between slices that exist, exact times."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
 from dataclasses import replace
 
@@ -11,12 +12,20 @@ from hypothesis import strategies as st
 
 from nimble_core.ir.timeline import Lane, Span, Timeline
 from nimble_viz.analysis.labels import label_run, visible
-from nimble_viz.export.trace import Slice, Trace, make_trace
+from nimble_viz.export.trace import _microseconds
 from nimble_viz.render.report import Report
-from tests.support.sample_reports import CASES, fused_report, sample_report, training_report
+from tests.support.chrome_events import Slice, Told, ns, told_of
+from tests.support.sample_reports import CASES, HOSTILE, fused_report, sample_report, training_report
 
 BASE = sample_report(8)
-REPORTS = {**CASES, "fused": fused_report, "training": training_report}
+REPORTS = {
+    **CASES,
+    "fused": fused_report,
+    "training": training_report,
+    "on the host": lambda: sample_report(60, device="cpu"),
+    "hostile names": lambda: sample_report(20, model=HOSTILE, hostile=HOSTILE),
+    "no timelines": lambda: sample_report(20, timelines=False),
+}
 
 
 @st.composite
@@ -35,7 +44,7 @@ def timelines(draw: st.DrawFn) -> Timeline:
     return Timeline(run, "measured", "drawn", kinds, tuple(spans))
 
 
-def lanes_of(trace: Trace, process: int) -> list[Slice]:
+def lanes_of(trace: Told, process: int) -> list[Slice]:
     """The slices of a process that stand for spans."""
     return [
         one
@@ -44,15 +53,16 @@ def lanes_of(trace: Trace, process: int) -> list[Slice]:
     ]
 
 
-def check(report: Report) -> Trace:
-    """All that a Trace promises, of the trace of ``report``."""
-    trace = make_trace(report)
+def check(report: Report) -> Told:
+    """All that the events promise, of those of ``report``."""
+    trace = told_of(report)
     ordered = sorted(report.timelines, key=lambda line: line.run != "eager")
-    assert [process.name for process in trace.processes] == [label_run(report, line.run) for line in ordered]
+    assert trace.processes == [visible(label_run(report, line.run)) for line in ordered]
+    assert trace.other["model"] == visible(report.model)
     for process, line in enumerate(ordered):
         shift = -min(0.0, min((span.start_ns for span in line.spans), default=0.0))
         assert Counter(
-            (trace.tracks[one.track].lane, one.start_ns, one.end_ns, one.name, dict(one.arguments).get("call"))
+            (trace.tracks[one.track].lane, one.start_ns, one.end_ns, one.name, one.arguments.get("call"))
             for one in lanes_of(trace, process)
         ) == Counter(
             (span.lane, round(span.start_ns + shift), round(span.end_ns + shift), visible(span.name), span.call)
@@ -75,8 +85,8 @@ def check(report: Report) -> Trace:
             outer = around[-1] if around else None
             assert outer is None or (kind == "host" and outer.start_ns <= one.start_ns and one.end_ns <= outer.end_ns)
             around.append(one)
-    for flow in trace.flows:
-        source, target = trace.slices[flow.source], trace.slices[flow.target]
+    for _, begun, ended in trace.flows:
+        source, target = trace.slices[begun], trace.slices[ended]
         assert trace.tracks[source.track].process == trace.tracks[target.track].process
         assert source.start_ns < target.start_ns
     return trace
@@ -97,12 +107,12 @@ def test_waits_of_the_schedule_are_flows() -> None:
     trace = check(report)
     plan = report.schedule("nimble")
     assert plan is not None
-    call = [dict(one.arguments).get("call") for one in trace.slices]
-    waits = [(call[flow.source], call[flow.target]) for flow in trace.flows if flow.kind == "wait"]
+    call = [one.arguments.get("call") for one in trace.slices]
+    waits = [(call[source], call[target]) for kind, source, target in trace.flows if kind == "wait"]
     assert sorted(waits) == sorted(plan.syncs)
-    launches = [flow for flow in trace.flows if flow.kind == "launch"]
+    launches = [(call[source], call[target]) for kind, source, target in trace.flows if kind == "launch"]
     assert len(launches) == 60
-    assert all(call[flow.source] == call[flow.target] for flow in launches)
+    assert all(source == target for source, target in launches)
 
 
 def test_a_wait_leaves_the_last_kernel_and_reaches_the_first() -> None:
@@ -121,14 +131,14 @@ def test_a_wait_leaves_the_last_kernel_and_reaches_the_first() -> None:
         )
     )
     trace = check(replace(report, timelines=(Timeline("nimble", "measured", "drawn", lanes, spans),)))
-    (flow,) = trace.flows
-    assert (trace.slices[flow.source].name, trace.slices[flow.target].name) == ("late", "first")
+    ((_, source, target),) = trace.flows
+    assert (trace.slices[source].name, trace.slices[target].name) == ("late", "first")
 
 
 def test_arguments_name_the_call() -> None:
     report = fused_report(60)
     trace = check(report)
-    known = {dict(one.arguments)["call"]: dict(one.arguments) for one in lanes_of(trace, len(trace.processes) - 1)}
+    known = {one.arguments["call"]: one.arguments for one in lanes_of(trace, len(trace.processes) - 1)}
     call = next(call for call in report.program.calls if len(call.eager) > 1)
     assert known[call.index] == {
         "call": call.index,
@@ -139,7 +149,13 @@ def test_arguments_name_the_call() -> None:
         "phase": "forward",
         "bytes_read": sum(ref.nbytes for ref in call.reads),
         "bytes_written": sum(ref.nbytes for ref in call.writes),
-        "eager_calls": call.eager,
+        "eager_calls": list(call.eager),
     }
-    eager = {dict(one.arguments)["call"] for one in lanes_of(trace, 0)}
+    eager = {one.arguments["call"] for one in lanes_of(trace, 0)}
     assert eager == set(range(60)), "the eager run counts in eager calls"
+
+
+@given(st.integers(0, 10**13))
+def test_times_are_read_back_exactly(time_ns: int) -> None:
+    us = json.loads(json.dumps(_microseconds(time_ns)))
+    assert ns(us) == round(us * 1000.0) == time_ns

@@ -1,4 +1,4 @@
-"""Both trace formats in Perfetto's own trace processor: what it imports is what the Trace says."""
+"""Exported traces in Perfetto's own trace processor: what it imports is what the file says."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from nimble_viz.export.trace import Trace, make_trace
 from nimble_viz.render.report import Report
+from tests.support.chrome_events import told_of
 from tests.support.sample_reports import fused_report, training_report
 
 pytestmark = pytest.mark.browser
@@ -77,7 +77,7 @@ def report(request: pytest.FixtureRequest) -> Report:
 @pytest.mark.slow
 def test_imported_without_loss(load: Callable[[Path], Query], report: Report, tmp_path: Path) -> None:
     query = load(report.export(tmp_path / "run.json"))
-    trace: Trace = make_trace(report)
+    trace = told_of(report)
     assert query("select name, value from stats where severity != 'info' and value > 0") == []
     found = query("select ts, dur, name, category, depth from slice")
     assert sorted(map(tuple, found)) == sorted(
@@ -86,10 +86,10 @@ def test_imported_without_loss(load: Callable[[Path], Query], report: Report, tm
     arrows = query(
         "select a.ts, a.name, b.ts, b.name from flow join slice a on a.id = slice_out join slice b on b.id = slice_in"
     )
-    ends = [(trace.slices[flow.source], trace.slices[flow.target]) for flow in trace.flows]
+    ends = [(trace.slices[source], trace.slices[target]) for _, source, target in trace.flows]
     assert sorted(map(tuple, arrows)) == sorted((a.start_ns, a.name, b.start_ns, b.name) for a, b in ends)
     runs = query("select pid, name from process where pid > 0 order by pid")
-    assert runs == [[index + 1, process.name] for index, process in enumerate(trace.processes)]
+    assert runs == [[index + 1, name] for index, name in enumerate(trace.processes)]
     calls = query("select ts, int_value from slice join args using (arg_set_id) where key = 'args.call' order by 1, 2")
-    known = [(one.start_ns, dict(one.arguments).get("call")) for one in trace.slices]
+    known = [(one.start_ns, one.arguments.get("call")) for one in trace.slices]
     assert [tuple(row) for row in calls] == sorted(pair for pair in known if pair[1] is not None)

@@ -8,8 +8,7 @@ from importlib import resources
 
 import pytest
 
-from nimble_viz.render.assets import asset, joined
-from nimble_viz.render.html import page
+from nimble_viz.render.html import asset, joined, page
 from tests.support.lab import chromium
 from tests.support.sample_reports import sample_report
 

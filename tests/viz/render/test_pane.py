@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from nimble_core.utils.errors import InputError
 from nimble_viz.analysis.live_memory import live_memory
 from nimble_viz.analysis.source import source
-from nimble_viz.render.pane import PANES, Pane
+from nimble_viz.render.report import PANES, Pane
 from tests.support.sample_reports import RENDERED, sample_report
 
 

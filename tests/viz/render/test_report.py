@@ -23,7 +23,7 @@ def test_display_survives_a_page_that_cannot_be_made(monkeypatch: pytest.MonkeyP
     def broken(*_: object) -> str:
         raise OSError("no template")
 
-    monkeypatch.setattr("nimble_viz.render.pane.fragment", broken)
+    monkeypatch.setattr("nimble_viz.render.report.fragment", broken)
     bundle = sample_report()._repr_mimebundle_()
     assert set(bundle) == {"text/plain"}
     assert bundle["text/plain"].startswith(str(sample_report().to_text(100)))
@@ -34,7 +34,7 @@ def test_display_survives_text_that_cannot_be_made(monkeypatch: pytest.MonkeyPat
     def broken(_: Report, __: int | None) -> str:
         raise ValueError("no text")
 
-    monkeypatch.setattr("nimble_viz.render.pane.plain_text", broken)
+    monkeypatch.setattr("nimble_viz.render.report.plain_text", broken)
     assert "<Report of 'SampleNet': 60 calls, 3 measurements>" in sample_report()._repr_mimebundle_()["text/plain"]
 
 

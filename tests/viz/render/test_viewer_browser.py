@@ -10,7 +10,7 @@ import pytest
 from nimble_viz.analysis.overhead import grouped
 from nimble_viz.analysis.tiles import tiles
 from nimble_viz.render.html import fragment, page
-from nimble_viz.render.pane import PANES
+from nimble_viz.render.report import PANES
 from tests.support.first_screen import FIRST_SCREEN, assert_first_screen
 from tests.support.sample_reports import (
     CASES,

@@ -10,8 +10,8 @@ import pytest
 
 import nimble_viz
 from nimble_core.ir.timeline import SelfCheck
-from nimble_viz.analysis.concurrency import in_flight
 from nimble_viz.analysis.gaps import gaps, replay_gaps
+from nimble_viz.analysis.limit import in_flight
 from nimble_viz.render.html import page
 from tests.support.sample_reports import sample_report
 
