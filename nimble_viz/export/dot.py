@@ -12,7 +12,8 @@ from nimble_core.ir.schedule import Schedule
 from nimble_core.utils.errors import InputError
 from nimble_core.utils.files import write_file
 from nimble_core.utils.units import format_ns
-from nimble_viz.analysis.dag import nest, opening_schedule
+from nimble_viz.analysis.dag import opening_schedule
+from nimble_viz.analysis.dag_layout import nest
 from nimble_viz.analysis.labels import label_call, label_run, source_of, trains
 from nimble_viz.analysis.provenance import module_of, nesting_modules
 from nimble_viz.report.data import ReportData

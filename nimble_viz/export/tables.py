@@ -15,7 +15,7 @@ from nimble_core.ir.schedule import SyncCounts
 from nimble_core.utils.errors import InputError
 from nimble_core.utils.files import write_file
 from nimble_viz.analysis.advice import advice
-from nimble_viz.analysis.dag import components
+from nimble_viz.analysis.dag_layout import components
 from nimble_viz.analysis.gaps import replay_gaps
 from nimble_viz.analysis.labels import label_call, label_run, source_of
 from nimble_viz.analysis.overhead import grouped

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nimble_viz.analysis.dag import components, lay_out, layers, nest, order
+from nimble_viz.analysis.dag_layout import components, lay_out, layers, nest, order
 from tests.support.sample_reports import tangled_report
 
 

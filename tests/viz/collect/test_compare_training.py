@@ -15,7 +15,7 @@ from torch import nn
 
 from nimble_core.ir.program import Phase
 from nimble_core.utils.errors import InputError
-from nimble_viz.analysis.dag import nest
+from nimble_viz.analysis.dag_layout import nest
 from nimble_viz.analysis.live_memory import memory
 from nimble_viz.analysis.phases import PHASES, phases
 from nimble_viz.analysis.tiles import verdict
