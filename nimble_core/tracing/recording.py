@@ -218,15 +218,14 @@ class Issuer:
 
     def issue(self, call: int) -> None:
         """Run one call, after the host steps that it needs."""
-        step = self.steps[call]
-        self._ready(step)
-        self._run(step)
+        self.ready(call)
+        self._run(self.steps[call])
 
     def skip(self, call: int) -> None:
         """Put zeros in place of what one call would make or write; what exists outside of the program stays."""
         step, recording = self.steps[call], self.recording
         refs, written = recording.refs, recording.program.calls[call].writes
-        self._ready(step)
+        self.ready(call)
         outside = {recording.storage_of[slot] for slot in (*recording.given, *recording.inputs)}
         for slot in step.reads:
             tensor = self.tensors[slot]
@@ -237,18 +236,22 @@ class Issuer:
             if slot >= 0:
                 self.tensors[slot] = _zeros(refs[slot], device)
 
-    def _ready(self, step: Step) -> None:
-        for slot in sorted(step.reads):  # in the order in which they were made: memory is planned in it
+    def ready(self, call: int) -> None:
+        """Run the host steps that a call needs."""
+        for slot in sorted(self.steps[call].reads):  # in the order in which they were made: memory is planned in it
             if self.tensors[slot] is None:
                 self._make(slot)
 
     def outputs(self) -> list[torch.Tensor]:
         """Return the output tensors; valid once all calls were issued."""
-        for slot in self.recording.outputs:
-            if self.tensors[slot] is None:
-                self._make(slot)
-        found = [self.tensors[slot] for slot in self.recording.outputs]
+        found = map(self.output, self.recording.outputs)
         return [tensor for tensor in found if tensor is not None]
+
+    def output(self, slot: int) -> torch.Tensor | None:
+        """Return the output tensor of one slot; valid once the calls that make it were issued."""
+        if self.tensors[slot] is None:
+            self._make(slot)
+        return self.tensors[slot]
 
     def release(self, storage: int) -> None:
         """Drop every tensor on ``storage``."""

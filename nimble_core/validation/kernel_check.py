@@ -187,6 +187,8 @@ class _Walk:
         self._doubtful: dict[int, _Unlike] = {}
         self._wanted = _last_wanted(variant.recording.program)
         self._done: set[int] = set()
+        self._exact: set[int] = set()  # eager calls whose results are there in float64, too
+        self._left: dict[int, set[TensorRef]] = {}  # what others say that they write, and leave as it was
         self._shown: set[int] = set()
         self._dull: set[int] = set()
         self._spoilt: set[int] = set()  # what they leave in the model's state is not what eager does
@@ -286,21 +288,34 @@ class _Walk:
             pending.pop()
             if one not in self._done:
                 self._done.add(one)
-                self._theirs.issue(one)
                 self._issue_in_float64(one)
+                self._issue_as_eager(one)
 
     def _issue_in_float64(self, index: int) -> None:
-        """Issue a call; where it has no float64 the run ends, and from here on eager alone decides."""
-        run, self._truth = self._truth, None
+        """Issue a call; where it has no float64 the run ends, and of what comes later eager alone decides."""
+        run, ended = self._truth, len(self._exact) + 1 < len(self._done)
         # Compiled for one type, a kernel of the user's own would read other numbers, without an error.
-        if run is not None and not isinstance(run.issuer.steps[index].func, Relaunch):
+        if run is not None and not ended and not isinstance(run.issuer.steps[index].func, Relaunch):
             with suppress(NimbleError, RuntimeError):
                 run.issue(index)
-                self._truth = run
+                self._exact.add(index)
+
+    def _issue_as_eager(self, index: int) -> None:
+        """Issue a call. An optimizer without float64 says that it writes gradients, but the float64 ones stay true."""
+        inexact = self._truth is not None and index not in self._exact
+        self._theirs.issuer.ready(index)
+        before = {ref: one.clone() for ref, one in self._theirs.written(index)} if inexact else {}
+        self._theirs.issue(index)
+        if before:
+            self._left[index] = {ref for ref, one in self._theirs.written(index) if _equal(before.get(ref), one)}
+
+    def _truth_of(self, index: int) -> _Run:
+        return self._truth if self._truth is not None and index in self._exact else self._theirs
 
     def _eager_results(self, index: int) -> Iterator[tuple[TensorRef, torch.Tensor, torch.Tensor]]:
-        results = zip(self._theirs.written(index), (self._truth or self._theirs).written(index), strict=True)
-        return ((ref, theirs, truth) for (ref, theirs), (_, truth) in results)
+        results = zip(self._theirs.written(index), self._truth_of(index).written(index), strict=True)
+        left = self._left.get(index, ())
+        return ((ref, theirs, truth) for (ref, theirs), (_, truth) in results if ref not in left)
 
     def _pair(
         self, ref: TensorRef, mine: torch.Tensor, result: tuple[TensorRef, torch.Tensor, torch.Tensor]
@@ -314,14 +329,17 @@ class _Walk:
         return None if telling is None else _Pair(shaped, theirs, truth, ref, eager, telling)
 
     def _right(self, mine: torch.Tensor, theirs: torch.Tensor, truth: torch.Tensor) -> bool | None:
-        """Whether a result is right, and varies enough to show it; None if it is not."""
+        """Whether a result is right, and varies enough to show it; None if it is not.
+
+        Where there is nothing in float64, ``truth`` is ``theirs``.
+        """
         if not (mine.is_floating_point() or mine.is_complex()):
             return bool(mine.numel() == 1 or (mine != mine.flatten()[:1]).any()) if torch.equal(mine, theirs) else None
         (error,), (own,), (size,) = gaps([mine], [truth]), gaps([theirs], [truth]), gaps([truth])
         if not (isfinite(error.norm) and isfinite(own.norm)):
             return False if torch.equal(mine.nan_to_num(), theirs.nan_to_num()) else None
         precision = working_precision([theirs], self._lowest)
-        least = BOUNDS[precision].floor if self._truth is not None else BOUNDS[precision].tolerance
+        least = BOUNDS[precision].tolerance if truth is theirs else BOUNDS[precision].floor
         # Of a sum that is zero in exact arithmetic (a gradient of a bias before batch norm) eager has no digit right.
         allowed = max(allowed_noise(own.norm, mine.numel(), size.norm, precision), least * (size.norm or 1.0))
         if error.norm > allowed:
@@ -358,11 +376,20 @@ class _Walk:
 
     # -- all of them --
 
+    def _outputs_right(self) -> Iterator[bool | None]:
+        """Compare each output, as ``_right`` does."""
+        issuer, maker = self._theirs.issuer, dict[int, int]()
+        for call in self._calls:
+            maker |= {ref.storage: call.index for ref in call.writes if ref not in self._left.get(call.index, ())}
+        beside = zip(issuer.recording.outputs, self._mine.issuer.outputs(), issuer.outputs(), strict=True)
+        for slot, mine, theirs in beside:
+            run = self._truth_of(maker.get(issuer.recording.storage_of[slot], -1))
+            truth = run.issuer.output(slot)
+            yield None if truth is None or mine.shape != theirs.shape else self._right(mine, theirs, truth)
+
     def _summed_up(self) -> KernelCheck:
         recording, shown = self._mine.issuer.recording, set(self._shown)
-        beside = (self._mine, self._theirs, self._truth or self._theirs)
-        runs = zip(*(one.issuer.outputs() for one in beside), strict=True)
-        rights = [self._right(*three) if three[0].shape == three[1].shape else None for three in runs]
+        rights = list(self._outputs_right())
         made_of = [recording.storage_of[slot] for slot in recording.outputs]
         handed_out = {storage for storage, right in zip(made_of, rights, strict=True) if right}
         broken = {storage for storage, right in zip(made_of, rights, strict=True) if right is None}
@@ -425,6 +452,10 @@ def _as_shape(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None
         return tensor.view(tuple(shape))
     except RuntimeError:
         return None
+
+
+def _equal(before: torch.Tensor | None, after: torch.Tensor) -> bool:
+    return before is not None and torch.equal(before, after)
 
 
 def _kind(tensor: torch.Tensor) -> tuple[bool, bool]:

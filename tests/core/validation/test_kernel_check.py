@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -115,13 +116,13 @@ def results_that_matter(program: Program) -> Iterator[tuple[Call, int]]:
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, variant: Recorded, call: int, result: int) -> None:
-    """Let a call's result be of the other sign, and larger: of some only the sign is read."""
+    """Let a call's result be of the other sign, and larger: of some only the sign is read; and no zero be zero."""
     issue, recording = kernel_check._Run.issue, variant.recording
 
     def spoilt(run: Any, index: int) -> None:
         issue(run, index)
         if index == call and run.issuer.recording.program is recording.program:
-            list(run.written(index))[result][1].mul_(-1.5)
+            list(run.written(index))[result][1].mul_(-1.5).add_(0.1)
 
     monkeypatch.setattr(kernel_check._Run, "issue", spoilt)
 
@@ -140,6 +141,44 @@ def test_each_result_of_a_training_step_is_asked_about(name: str, optimizer: str
             spoil(patch, variant, call.index, result)
             found = check_kernels(variant, inputs)
         assert found.wrong, (call, result)
+
+
+class Centred(nn.Module):
+    """Its bias has a gradient that is zero in exact arithmetic: what is left is rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
+        return x - x.mean(0)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+def test_gradients_are_held_against_float64_where_the_optimizer_has_none(
+    optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: nothing goes on from fresh numbers, sums are of another order, fused optimizers take float32."""
+    issue = kernel_check._Run.issue
+
+    def issued(run: Any, index: int) -> None:
+        if not isinstance(run._around, nullcontext) and "_fused_" in run.issuer.recording.program.calls[index].operator:
+            raise RuntimeError("not implemented for 'Double'")
+        issue(run, index)
+
+    monkeypatch.setattr(kernel_check._Run, "issue", issued)
+    monkeypatch.setattr(kernel_check._Walk, "_read_alike", lambda *_: False)
+    torch.manual_seed(0)
+    variant = rewritten_step(Centred(), x := torch.randn(4096, 8), optimizer, "library")
+    place = next(at for at, step in enumerate(variant.recording.steps) if step.func is torch.ops.aten.sum.dim_IntList)
+    steps = list(variant.recording.steps)
+    steps[place] = replace(steps[place], func=lambda x, *args: torch.ops.aten.sum.dim_IntList(x.flip(0), *args))
+    turned = replace(variant, recording=replace(variant.recording, steps=tuple(steps)))
+    assert check_kernels(turned, [x]).passed
+    steps[place] = replace(steps[place], func=lambda x, *args: torch.ops.aten.sum.dim_IntList(x.abs(), *args))
+    spoilt = replace(variant, recording=replace(variant.recording, steps=tuple(steps)))
+    assert check_kernels(spoilt, [x]).wrong
 
 
 NORM = torch.ops.aten.native_layer_norm.default
