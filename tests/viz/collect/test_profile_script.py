@@ -132,7 +132,7 @@ def test_the_command_line(script: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert code == 3  # the script's own
     text = capsys.readouterr().out
     assert text.startswith("trained 4\nnimble_viz: train.py, profile of code as it is")
-    assert "-bound: " in text
+    assert "-bound" in text or "Profile again on a quiet machine" in text  # a busy one has iterations unlike
     report = nimble_viz.load(out)
     assert report.sampling is not None
     assert "<html" in html.read_text()
