@@ -20,7 +20,8 @@ from nimble_core.algorithms.median_interval import median_interval
 WARM_UPS, SAMPLES, CALLS, BLOCKS, DEVICE_BLOCKS = 10, 400, 50, 17, 17
 BLOCK_S, LEAST_CALLS = 0.1, 5  # a block takes about so long at most, but is never of fewer calls
 FEWEST = 16, 16  # samples of latency and of throughput that are taken however long they last
-LONGER, PAUSE_S, WIDE, BATCH = 12, 0.02, 1.1, 64  # times as long, at most; interval of a median, ends over each other
+WIDE = 1.1  # a median whose interval's ends are further apart is uncertain: its latencies are taken anew
+LONGER, PAUSE_S, BATCH = 12, 0.02, 64  # then for so many times as long at most, with pauses, looking after each batch
 Act = Callable[[], object]
 Timed = tuple[Act, Act]  # a call without arguments, and what waits until the device has done it
 
@@ -49,7 +50,7 @@ def _uncertain(pairs: Sequence[tuple[float, float]]) -> bool:
 
 
 def _spread(way: Timed, seconds: float) -> list[tuple[float, float]]:
-    """Take latencies so far apart that they hang together less, until their median is known or time is used up."""
+    """Take latencies with pauses between, so that they are less correlated, until their median is certain."""
     taken: list[tuple[float, float]] = []
     began = time.perf_counter()
     while time.perf_counter() - began < seconds and (len(taken) < SAMPLES or _uncertain(taken)):

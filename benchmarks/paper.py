@@ -63,8 +63,8 @@ def counts(one: Record | None) -> bool:
 def over(ways: Ways, new: str, old: str = "eager", measure: str = "latency_us") -> Ratio | None:
     """Speed of one way over another; None where either does not count.
 
-    Over an eager whose median is told badly, since the host changes its speed while it runs, the ends are those of
-    most calls: from the fastest tenth to the slowest.
+    Where it is uncertain over eager, since the host changes its speed while it runs, the ends are those of most calls:
+    from the fastest tenth to the slowest.
     """
     found = store.over(ways.get(new), ways.get(old)).get(measure)
     if found is None or old != "eager" or found.high <= WIDE * found.low:

@@ -3,8 +3,8 @@
 Inductor names, for a kernel, all that went into what it fused and into what it reads: the convolution that a pointwise
 kernel finishes, but also that of the kernel before. Here an eager call belongs to the first kernel that does it, and
 to a later one only if that continues the work of a library call it reads from (a bias, left out of a convolution).
-A kernel does nothing that needs a library call which is still to come: such a name means a change of layout. Only the
-gradient of a convolution's bias is a sum that goes before the rest of its call, in the kernel that makes what it adds.
+A kernel does nothing that needs a library call which is still to come: such a name means a change of layout. The
+exception is the gradient of a convolution's bias: a sum, fused into the kernel that computes what is summed.
 Inductor names nothing for what it replaced by a pattern (an attention): such a call stands for the eager calls that no
 other claims and that lie between those of its producers and those of its readers. A pattern may also keep one name of
 several (a division before a softmax): what is left then belongs to the kernels that do its readers.
@@ -88,6 +88,7 @@ def _library_calls(program: Program, eager: Program, before: Sequence[int]) -> d
 
 
 def _sums_bias(call: Call) -> bool:
+    """Return whether a call also computes the gradient of a convolution's bias."""
     return call.label == "convolution_backward" and any(len(ref.sizes) == 1 for ref in call.writes)
 
 

@@ -188,7 +188,7 @@ class _Walk:
         self._wanted = _last_wanted(variant.recording.program)
         self._done: set[int] = set()
         self._exact: set[int] = set()  # eager calls whose results are there in float64, too
-        self._left: dict[int, set[TensorRef]] = {}  # what others say that they write, and leave as it was
+        self._unchanged: dict[int, set[TensorRef]] = {}  # what other calls declare as written, but leave as it was
         self._shown: set[int] = set()
         self._dull: set[int] = set()
         self._spoilt: set[int] = set()  # what they leave in the model's state is not what eager does
@@ -301,24 +301,27 @@ class _Walk:
                 self._exact.add(index)
 
     def _issue_as_eager(self, index: int) -> None:
-        """Issue a call. An optimizer without float64 says that it writes gradients, but the float64 ones stay true."""
+        """Issue a call; where it has no float64, note what it declares as written, but leaves as it was.
+
+        Fused optimizers do so with gradients: those in float64 are still what eager's should be.
+        """
         inexact = self._truth is not None and index not in self._exact
         self._theirs.issuer.ready(index)
         before = {ref: one.clone() for ref, one in self._theirs.written(index)} if inexact else {}
         self._theirs.issue(index)
         after = list(self._theirs.written(index)) if before else []
-        left = {ref for ref, one in after if ref in before and torch.equal(before[ref], one)}
-        if len(left) < len(after):  # what writes zeros over zeros has made them, too
-            self._left[index] = left
+        unchanged = {ref for ref, one in after if ref in before and torch.equal(before[ref], one)}
+        if len(unchanged) < len(after):  # a call that changes nothing, zeros over zeros, has made its results
+            self._unchanged[index] = unchanged
 
     def _truth_of(self, index: int) -> _Run:
-        """Return the run that says what an eager call really makes: eager itself, where float64 did not come so far."""
+        """Return the run to hold an eager call's results against: in float64 if it came so far, else eager's own."""
         return self._truth if self._truth is not None and index in self._exact else self._theirs
 
     def _eager_results(self, index: int) -> Iterator[tuple[TensorRef, torch.Tensor, torch.Tensor]]:
         results = zip(self._theirs.written(index), self._truth_of(index).written(index), strict=True)
-        left = self._left.get(index, ())
-        return ((ref, theirs, truth) for (ref, theirs), (_, truth) in results if ref not in left)
+        unchanged = self._unchanged.get(index, ())
+        return ((ref, theirs, truth) for (ref, theirs), (_, truth) in results if ref not in unchanged)
 
     def _pair(
         self, ref: TensorRef, mine: torch.Tensor, result: tuple[TensorRef, torch.Tensor, torch.Tensor]
@@ -383,7 +386,8 @@ class _Walk:
         """Compare each output, as ``_right`` does."""
         issuer, maker = self._theirs.issuer, dict[int, int]()
         for call in self._calls:
-            maker |= {ref.storage: call.index for ref in call.writes if ref not in self._left.get(call.index, ())}
+            unchanged = self._unchanged.get(call.index, ())
+            maker |= {ref.storage: call.index for ref in call.writes if ref not in unchanged}
         beside = zip(issuer.recording.outputs, self._mine.issuer.outputs(), issuer.outputs(), strict=True)
         for slot, mine, theirs in beside:
             run = self._truth_of(maker.get(issuer.recording.storage_of[slot], -1))

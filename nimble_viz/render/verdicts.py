@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
@@ -41,7 +42,7 @@ _SECTIONS = {
 }
 
 
-class _Shown:
+class _Shown(ABC):
     """Shows itself as text, in a terminal and in a notebook."""
 
     __slots__ = ()
@@ -58,9 +59,9 @@ class _Shown:
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         return {"text/plain": self.to_text(100)}
 
+    @abstractmethod
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        """Yield what stands below each other."""
-        raise NotImplementedError
+        """Yield its parts, from top to bottom."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
