@@ -15,9 +15,10 @@ from nimble_core.ir.measurement import summarize
 from nimble_core.ir.schedule import Schedule
 from nimble_core.ir.timeline import Lane, Span, Timeline
 from nimble_core.utils.units import format_ns
-from nimble_viz.analysis.limit import breakdown, distance, distance_text
+from nimble_viz.analysis import limit
+from nimble_viz.analysis.limit import breakdown, distance, distance_text, graph_width
 from nimble_viz.analysis.summary import summary
-from tests.support.sample_reports import fused_report, sample_report
+from tests.support.sample_reports import CASES, fused_report, sample_report
 
 
 def _made(spans, streams, edges, ns, wall, *, syncs=()):
@@ -95,3 +96,12 @@ def test_where_resources_bind_they_are_the_limit():
     found = dict(summary(full)["facts"])["Limit: the longer of critical path and shared work"]
     assert found == f"{format_ns(report.costs.total_ns)}, SM time of all calls over SMs"
     assert distance(full, "nimble") == pytest.approx(report.measurement("nimble").median_ns / report.costs.total_ns)
+
+
+def test_width_is_exact_up_to_a_bound_and_says_so_above(monkeypatch):
+    report = CASES["wide"]()
+    assert graph_width(report.graph) == (12, "12")
+    monkeypatch.setattr(limit, "EXACT_CALLS", 59)
+    bound, text = graph_width(report.graph)
+    assert bound <= 12
+    assert text.startswith(f"at least {bound} ")
