@@ -243,18 +243,22 @@ def counts_of(engine: Engine) -> dict[str, float]:
     """Count what an engine replays, a backward's engine included, and the seconds of each step of preparing it.
 
     ``width`` is the degree of concurrency: how many calls can run at once at most (a lower bound above 10,000 calls).
-    ``planned`` are synchronisations between streams, ``full`` what waiting for every hazard across them would take, and
-    ``edges`` less ``matched`` the fewest at full concurrency.
+    ``planned`` are synchronisations between streams, ``emitted`` those of the captured graph, where there is one,
+    ``full`` what waiting for every hazard across them would take, and ``edges`` less ``matched`` the fewest at full
+    concurrency.
     """
-    halves = [(engine.schedule, engine.recorded.graph)]
+    halves = [(engine.executable, engine.recorded.graph)]
     if engine.backward is not None:
         tuned = engine.backward.tuned
-        halves.append((tuned.best.schedule, tuned.recorded.graph))
+        halves.append((tuned.best, tuned.recorded.graph))
     found: dict[str, float] = {f"{step} s": round(seconds, 4) for step, seconds in engine.seconds.items()}
-    for schedule, graph in halves:
+    for executable, graph in halves:
+        schedule, waits = executable.schedule, executable.counts
         wide = (width if graph.size <= 10_000 else level_width)(predecessors(graph))
-        waits = {name: getattr(schedule.counts, name) or 0 for name in ("full", "planned", "emitted")}
-        for name, count in {"calls": graph.size, "edges": len(graph.meg), "matched": schedule.matched, **waits}.items():
+        counted = {"calls": graph.size, "edges": len(graph.meg), "matched": schedule.matched}
+        counted |= {"full": waits.full, "planned": waits.planned}
+        counted |= {} if waits.emitted is None else {"emitted": waits.emitted}
+        for name, count in counted.items():
             found[name] = found.get(name, 0) + count
         for name, most in {"width": wide, "streams": schedule.streams}.items():
             found[name] = max(found.get(name, 0), most)

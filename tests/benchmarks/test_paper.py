@@ -75,6 +75,10 @@ def test_claims_about_all_models() -> None:
     assert found["the fewest synchronisations"][1:3] == [
         "2 more than the fewest; 2.86 times fewer than on every hazard", "holds less",
     ]  # fmt: skip
+    more = [
+        replace(one, counts={**one.counts, "emitted": 7} if one.counts else {}) for one in measured("darts", several=1)
+    ]
+    assert claims(*more)["the fewest synchronisations"][1].startswith("1 more"), "counted in the captured graph as well"
     assert found["faster than a compiler"][1] == "torch.compile: 2.83x, mean"
     assert "streams gain more with concurrency" not in found, "of equal concurrency there is no rank"
 

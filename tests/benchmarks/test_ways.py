@@ -1,3 +1,4 @@
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,9 @@ from benchmarks import models, training_ways, ways
 from benchmarks.runner import measured
 from benchmarks.store import OURS
 from benchmarks.ways import Job, judged
+from nimble_core import Nimble, Options
 from tests.benchmarks.small_rows import ROWS
+from tests.support.models import Wide
 
 COMPILED = [pytest.param(way, marks=(pytest.mark.slow, pytest.mark.compiler)) for way in ("compile", "aoti")]
 
@@ -63,6 +66,15 @@ def test_a_plan_is_counted(case):
         "calls": 3, "edges": 2, "matched": 2, "width": 1, "streams": 1, "planned": 0,
     }  # fmt: skip
     assert held["record s"] > 0
+    assert "emitted" not in held, "on the host there is no graph to read"
+
+
+@pytest.mark.gpu
+def test_waits_are_counted_in_the_captured_graph():
+    net = Nimble(Wide(branches=4).eval().cuda(), Options(fuse="none", policy="nimble"))
+    with closing(net.prepare(torch.randn(4, 16, device="cuda"))):
+        held = ways.counts_of(net.engines[0])
+    assert held["emitted"] == held["planned"] == held["edges"] - held["matched"] > 0
 
 
 @pytest.mark.parametrize("way", ["eager", "ours", "drop-in", "several", "drop-in-several"])
