@@ -25,7 +25,7 @@ from benchmarks.common import ROOT, filled, markdown, publish
 from benchmarks.paper_rows import BASELINES, LARGE, PREPARE_MEAN_S, PREPARE_MOST_S, PUBLISHED, ROWS, STREAMS_ALONE
 from benchmarks.store import Record, read
 from benchmarks.table import NOTHING
-from nimble_core.ir.measurement import Ratio, quantile
+from nimble_core.ir.measurement import ACROSS, Ratio, quantile
 
 STORE = ROOT / "benchmarks" / "results" / "paper-h200.jsonl.gz"
 PAGE = ROOT / "docs" / "paper.md"
@@ -86,12 +86,12 @@ def speed(ways: Ways, new: str, old: str = "eager", measure: str = "latency_us",
     return f"{found.value:.2f}x" if not ends else f"{found.low:.2f} to {found.high:.2f}x"
 
 
-def verdict(here: float, published: float, least: float = 1.02) -> str:
+def verdict(here: float, published: float, least: float = ACROSS) -> str:
     """Return the one rule for what should be large: as much as published, less but above ``least``, or neither."""
     return "holds" if here >= published else "holds less" if here > least else "does not hold"
 
 
-def judged(gain: Ratio, published: float, least: float = 1.02) -> str:
+def judged(gain: Ratio, published: float, least: float = ACROSS) -> str:
     """Return that rule's verdict on a measured speed: undecided where the ends of its interval disagree.
 
     Over eager they are those of a host at its fastest and slowest: a gain may be as large as published on one of them.
@@ -254,7 +254,7 @@ def _others(rows: Rows) -> Iterable[list[str]]:
     """Claims about more than one row."""
     if found := gains(rows):
         most = max(one.speed for one in found)
-        why = f"{sum(one.speed > 1.02 for one in found)} of {len(found)} models gain"
+        why = f"{sum(one.speed > ACROSS for one in found)} of {len(found)} models gain"
         yield ["streams alone gain", f"{STREAMS_ALONE}x at most", f"{most:.2f}x at most",
                verdict(most, STREAMS_ALONE), why]  # fmt: skip
     for at, what, sign in ((1, "more with concurrency", 1), (2, "less with MACs", -1)):
@@ -278,15 +278,14 @@ def _others(rows: Rows) -> Iterable[list[str]]:
             few = name != "train-cyclegan"
             least = geometric_mean(small)
             less = "holds" if gain.high <= least else "does not hold" if gain.low > least else "undecided"
-            said, what = (
-                (less, "gains less than CIFAR-10 training") if few else (judged(gain, 1.02), "gains, of small kernels")
-            )
+            said = less if few else judged(gain, ACROSS)
+            what = "gains less than CIFAR-10 training" if few else "gains, of small kernels"
             here = speed(rows[name], "drop-in-several", ends=said == "undecided")
             yield [f"{ROWS[name].title}, batch {ROWS[name].batch}, {what}", "drawn, no figure", here, said,
                    _reason(rows[name], "", gain.value, 0)]  # fmt: skip
     if peers := [one.value for _, ways in _of(rows, training=False) if (one := over(ways, "several", "compile"))]:
         yield ["faster than a compiler", "TVM: 1.70x at most", f"torch.compile: {geometric_mean(peers):.2f}x, mean",
-               verdict(geometric_mean(peers), 1.02), f"{min(peers):.2f}x to {max(peers):.2f}x"]  # fmt: skip
+               verdict(geometric_mean(peers), ACROSS), f"{min(peers):.2f}x to {max(peers):.2f}x"]  # fmt: skip
 
 
 def _where(rows: Rows) -> str:

@@ -8,6 +8,7 @@ from html import escape
 from benchmarks.paper import NAMES, Rows, gains, median_of, over
 from benchmarks.paper_rows import PUBLISHED, ROWS
 from benchmarks.table import NOTHING
+from nimble_core.ir.measurement import ACROSS
 
 COLOURS = ("#8a8f92", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#CC79A7", "#D55E00", "#F0E442")
 LONGEST_PX = 420
@@ -60,7 +61,7 @@ def streams_against_concurrency(rows: Rows) -> str:
     """Draw what several streams gain over one, models in the order of their degree of concurrency."""
     found = [
         ([one.title, f"{one.width:.0f}", f"{one.macs / 1e9:.1f} G"],
-         [(f"{one.speed:.2f}x", one.speed, COLOURS[3 if one.speed > 1.02 else 0])])
+         [(f"{one.speed:.2f}x", one.speed, COLOURS[3 if one.speed > ACROSS else 0])])
         for one in sorted(gains(rows), key=lambda one: (one.width, one.macs))
     ]  # fmt: skip
     return _drawn(["model", "calls at once", "MACs", "over one stream"], found)
