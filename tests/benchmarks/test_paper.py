@@ -83,6 +83,14 @@ def test_claims_about_all_models() -> None:
     assert "streams gain more with concurrency" not in found, "of equal concurrency there is no rank"
 
 
+def test_a_plan_of_one_stream_gains_nothing_over_one_stream() -> None:
+    found = [replace(one, counts=one.counts and {**one.counts, "streams": 1}) for one in measured("darts", several=1.0)]
+    rows = paper.rows_of(found)
+    assert [one.speed for one in paper.gains(rows)] == [1.0]
+    assert "| the same plan |" in paper.streams(rows)
+    assert claims(*found)["streams alone gain"][3] == "0 of 1 models gain"
+
+
 def test_large_models_are_to_gain_less_and_small_kernels_to_gain() -> None:
     small = measured("train-resnet50-b32", several=400.0)
     cases = [("train-bert", 900.0, "holds"), ("train-bert", 300.0, "does not hold")]
