@@ -21,7 +21,8 @@ WARM_UPS, SAMPLES, CALLS, BLOCKS, DEVICE_BLOCKS = 10, 400, 50, 17, 17
 BLOCK_S, LEAST_CALLS = 0.1, 5  # a block takes about so long at most, but is never of fewer calls
 FEWEST = 16, 16  # samples of latency and of throughput that are taken however long they last
 WIDE = 1.1  # a median whose interval's ends are further apart is uncertain: its latencies are taken anew
-LONGER, PAUSE_S, BATCH = 12, 0.02, 64  # then for so many times as long at most, with pauses, looking after each batch
+LONGER, LONGER_GRAPH = 12, 3  # for so many times as long at most; where graphs are replayed, the host decides less
+PAUSE_S, BATCH = 0.02, 64  # with pauses, looking after each batch
 Act = Callable[[], object]
 Timed = tuple[Act, Act]  # a call without arguments, and what waits until the device has done it
 
@@ -40,7 +41,8 @@ def take_times(ways: Mapping[str, Timed], *, cuda: bool, seconds: float = 2.0) -
         for name, way in ways.items():
             pairs[name].append(_pair(*way, rehearse=len(ways) > 1))
     if len(ways) == 1 and _uncertain(pairs[name]):
-        pairs = {name: _spread(way, LONGER * seconds)}
+        longer = LONGER_GRAPH if cuda and _replayed(way[0])[1] else LONGER
+        pairs = {name: _spread(way, longer * seconds)}
     return {name: _figures(*way, pairs[name], cuda, seconds) for name, way in ways.items()}
 
 
@@ -95,7 +97,7 @@ def _figures(
         return found
     import torch
 
-    replay, graphs = replayed(call, torch.cuda.CUDAGraph)
+    replay, graphs = _replayed(call)
     synchronize()
     found |= {"host_us": host, "graphs": graphs}
     if graphs:
@@ -103,6 +105,12 @@ def _figures(
         found["device_us"] = device_samples(replay, wait, partial(torch.cuda.Event, enable_timing=True), calls)
         found["launch_us"] = tuple(_pair(replay, wait)[1] for _ in pairs)
     return found
+
+
+def _replayed(call: Act) -> tuple[Act, int]:
+    import torch
+
+    return replayed(call, torch.cuda.CUDAGraph)
 
 
 def replayed(call: Act, kind: Any) -> tuple[Act, int]:
