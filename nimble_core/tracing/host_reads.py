@@ -57,6 +57,7 @@ _EXPERTS = (
 _FIX_BY_FILE = {
     torch.nn.modules.batchnorm.__file__: "give momentum a number: with None torch reads how many batches there were",
     torch.distributions.distribution.__file__: "give distributions validate_args=False: else torch looks at all values",
+    torch.nn.modules.rnn.__file__: "packed sequences depend on data: pass the padded batch, and mask what comes out",
     unread_values.__file__: "give F.one_hot its number of classes: F.one_hot(x, num_classes=n)",
 }
 """Remedies where a file of torch, whose lines users cannot change, asks for a value."""

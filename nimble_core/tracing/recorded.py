@@ -297,7 +297,7 @@ def record_static(
             recording = _hold_to_seen(device, recording, second)
             if recording.handed_out and not recording.unseen:
                 recording = _hold_to_contrary(device, recording, again, signature.tensors)
-            if recording.counters and not (recording.unseen and device.kind != "cuda"):
+            if not (recording.unseen and device.kind != "cuda"):  # else the model itself is called
                 _hold_to_next(recording, model, signature, again, others)
             # Of the second alone: the first run may have asked for what libraries keep from then on.
             recording = replace(recording, asks=second.asks)
@@ -378,12 +378,18 @@ def _hold_to_next(
     again: Callable[[Sequence[torch.Tensor]], Recording],
     others: Sequence[torch.Tensor],
 ) -> None:
-    """Refuse a model whose next run computes something else because of an attribute that is no tensor.
+    """Refuse a model whose next run computes something else because of an attribute that this one changed.
 
     What a model makes in its first run and finds there later (a cache of masks, say) may be made by each replay.
     """
+    if recording.not_carried_on:
+        raise recording.not_carried_on
+    if not recording.counters:
+        return
     with after_a_run(model, *signature.arguments()):
         later = again(others)
+    if later.not_carried_on:
+        raise later.not_carried_on
     try:
         check_static(recording, later)
     except NimbleError as error:

@@ -58,9 +58,9 @@ from nimble_core.tracing.rng_state import alone, state_of
 from nimble_core.tracing.run_effects import (
     EMPTY_STRIDED,
     changed_values,
+    not_carried_on,
     notes_of,
     replaced_tensors,
-    require_none_replaced,
     require_reads_kept,
     unfilled_read,
 )
@@ -132,14 +132,15 @@ def record(
             recorder.log.table.release_addresses()
         changes, drawn = guard.changed_attributes() | moved, tuple(guard.draws.drawn())
         seeds = recorder.draws_nothing() and guard.draws.seed_set()
-        replaced = replaced_tensors(model, changes, recorder.log)
-    if any(call.phase == "backward" for call in recording.program.calls):
-        require_none_replaced(replaced)
+        refused = not_carried_on(replaced_tensors(model, changes, recorder.log))
+    if refused and any(call.phase == "backward" for call in recording.program.calls):
+        raise refused
     require_reads_kept(recording.held, changes)
-    notes = tuple(notes_of(changes, replaced, drawn, seeds=seeds))
+    notes = tuple(notes_of(changes, drawn, seeds=seeds))
     program = replace(recording.program, notes=notes)
     counters = changed_values(changes)
-    return replace(recording, changed=tuple(changes), counters=counters, drawn=drawn, program=program)
+    found: dict[str, Any] = {"changed": tuple(changes), "counters": counters, "drawn": drawn}
+    return replace(recording, **found, not_carried_on=refused, program=program)
 
 
 @contextmanager
@@ -479,7 +480,8 @@ def _not_dense(func: Any, returned: Sequence[torch.Tensor], where: str) -> Captu
     return CaptureError(
         f"{func} makes a {kind} tensor: only dense tensors can be re-issued",
         where=where,
-        fix="nn.TransformerEncoder(..., enable_nested_tensor=False)"
+        fix="nn.TransformerEncoder(..., enable_nested_tensor=False), or use_nested_tensor = False on one that is there "
+        "(of nn.Transformer: model.encoder)"
         if nested
         else "convert it with .to_dense() in the model, or leave that part out of the prepared module",
     )

@@ -21,6 +21,7 @@ from nimble_core.ir.program import Fuse, Origin, Program, Role, TensorRef
 from nimble_core.torch_compat.dispatch import foreach_copy_
 from nimble_core.tracing.pytree import Structure
 from nimble_core.tracing.strides import widened
+from nimble_core.utils.errors import NotStaticError
 
 __all__ = [
     "Held",
@@ -126,7 +127,9 @@ class Recording:
         asks: what each call asks of the device's allocator, its results and what it frees again, such as libraries'
             workspaces; empty where that is not known.
         changed: attributes of the model that the run changed, and which were put back.
-        counters: those of them that are no tensors: numbers, flags, other objects.
+        counters: those of them that are no tensors before and after: numbers, flags, what is made in a first run.
+        not_carried_on: why a replay computes something else than the model's next run, which reads a tensor that this
+            run put in place of another; None where it replaced none that it reads.
         drawn: generators of Python and numpy that the run drew from, by name.
         handed_out: where memory that may follow the inputs was given to numpy or the like, or its numbers were read,
             in words; empty if nowhere.
@@ -147,6 +150,7 @@ class Recording:
     unseen_where: str = ""
     changed: tuple[str, ...] = ()
     counters: tuple[str, ...] = ()
+    not_carried_on: NotStaticError | None = None
     asks: tuple[tuple[Ask, ...], ...] = ()
     refs: tuple[TensorRef, ...] = ()
     unset: frozenset[int] = frozenset()

@@ -19,10 +19,10 @@ __all__ = [
     "EMPTY_STRIDED",
     "Replaced",
     "changed_values",
+    "not_carried_on",
     "notes_of",
     "reads_nothing",
     "replaced_tensors",
-    "require_none_replaced",
     "require_reads_kept",
     "unfilled_read",
 ]
@@ -75,13 +75,16 @@ class Replaced:
 
 
 def changed_values(changes: Changes) -> tuple[str, ...]:
-    """Return attributes that hold another value than before, not only another object, and no tensor."""
+    """Return attributes that hold another value than before, not only another object; of tensors those made or dropped.
+
+    A tensor in place of another is ``replaced_tensors``' to judge.
+    """
     plain = (int, float, complex, str)
     found: dict[str, None] = {}
     for change in changes.values():
-        tensor = isinstance(change.was, torch.Tensor) or isinstance(change.now, torch.Tensor)
+        tensors = isinstance(change.was, torch.Tensor) and isinstance(change.now, torch.Tensor)
         same = isinstance(change.was, plain) and isinstance(change.now, plain) and change.was == change.now
-        if change.attribute and not tensor and not same:
+        if change.attribute and not tensors and not same:
             found[change.attribute] = None
     return tuple(found)
 
@@ -101,14 +104,17 @@ def require_reads_kept(held: Sequence[Held], changes: Changes) -> None:
             )
 
 
-def require_none_replaced(replaced: Mapping[str, Replaced]) -> None:
-    """Raise NotStaticError that names the first of these tensors; a training step has to carry them on."""
+def not_carried_on(replaced: Mapping[str, Replaced]) -> NotStaticError | None:
+    """Return an error that names the first of these tensors, which a replay does not carry on; None if there are none.
+
+    Who calls the model itself in place of a replay may ignore it.
+    """
     if not replaced:
-        return
+        return None
     first, *others = replaced.values()
     more = f" (and so are {len(others)} more)" if others else ""
-    raise NotStaticError(
-        f"the model is not static: {first.what} is read and then replaced{more}, so that the next step reads another "
+    return NotStaticError(
+        f"the model is not static: {first.what} is read and then replaced{more}, so that the next run reads another "
         "tensor, and a replay the same one again",
         where=first.where,
         fix=first.fix,
@@ -153,7 +159,7 @@ def replaced_tensors(model: Callable[..., Any], changes: Changes, log: RunLog) -
     return found
 
 
-def notes_of(changes: Changes, replaced: Mapping[str, Replaced], drawn: Sequence[str], *, seeds: bool) -> Iterator[str]:
+def notes_of(changes: Changes, drawn: Sequence[str], *, seeds: bool) -> Iterator[str]:
     """Say what the forward does in Python that replays do not."""
     if seeds:
         yield "the forward sets torch's random state, which a replay does not repeat"
@@ -162,9 +168,7 @@ def notes_of(changes: Changes, replaced: Mapping[str, Replaced], drawn: Sequence
             f"the forward draws from {' and '.join(drawn)}: what was drawn in preparation is frozen in every replay, "
             "with the branch that it led to; draw outside of the model and pass it in, or use torch's random operators"
         )
-    for one in replaced.values():
-        yield f"{one.what} is read and then replaced, and replays go on reading what it holds now; {one.fix}"
-    rest = dict.fromkeys(change.attribute for name, change in changes.items() if name not in replaced)
+    rest = dict.fromkeys(change.attribute for change in changes.values())
     rest.pop("", None)
     if rest:
         yield f"the forward changes attributes, which a replay does not repeat: {', '.join(rest)}"

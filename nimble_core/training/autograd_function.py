@@ -29,7 +29,7 @@ from nimble_core.tracing.provenance import warn
 from nimble_core.tracing.recorded import Recorded
 from nimble_core.tracing.recording import Recording
 from nimble_core.tracing.recording_contexts import autocast_name, autocast_type
-from nimble_core.tracing.strides import copied
+from nimble_core.tracing.strides import copied, restrided
 from nimble_core.training.gradient_accumulation import ACCUMULATING, accumulate, set_aside
 from nimble_core.training.partial_backward import calls_only_for, draws_attention_masks, issued
 from nimble_core.utils.errors import InputError
@@ -260,7 +260,8 @@ class Backward:
         with torch.no_grad(), ACCUMULATING if mine else nullcontext():
             aside: dict[int, torch.Tensor] = {}
             if executable is None:
-                found = issued(self.plain, [*inputs, *saved], self.device_type, without)
+                laid = (restrided(one, at.stride()) for one, at in zip(inputs, self.templates, strict=True))
+                found = issued(self.plain, [*laid, *saved], self.device_type, without)
             else:
                 if mine:
                     aside = set_aside(self.parameters, executable, mine)

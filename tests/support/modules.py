@@ -96,7 +96,6 @@ class Busy(nn.Module):
         x.mul_(2)
         self.linear.weight.mul_(0.5)
         self.count += 1
-        self.count = self.count + 1
         self.absent = torch.ones(1)
         self.tensor[0] = 5
         self.history.append(2)

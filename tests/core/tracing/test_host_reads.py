@@ -222,3 +222,14 @@ def test_numbers_of_the_host_that_were_there_before_are_not_to_change_once_they_
     with pytest.raises(CaptureError, match="on the host that a call on the device has read"):
         host_numbers(Counts(True))
     assert host_numbers(Counts(False)) == []
+
+
+def test_packed_sequences_are_refused_with_what_to_do() -> None:
+    lstm = nn.LSTM(4, 8, batch_first=True)
+
+    def packed(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return lstm(nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True))[0].data
+
+    with pytest.raises(CaptureError) as caught:
+        Nimble(packed, Options(tune="off")).prepare(torch.randn(3, 5, 4), torch.tensor([5, 3, 2]))
+    assert "pass the padded batch" in caught.value.fix

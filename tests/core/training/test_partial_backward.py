@@ -53,6 +53,29 @@ def test_any_outputs_may_be_used_and_gradients_add_up(wanted: set[str], of_input
     net.close()
 
 
+class Turned(nn.Module):
+    """Outputs that are views of others' memory, so that gradients come in other strides than were recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.a(x).transpose(1, 2), self.b(x), self.a(x).mean((1, 2), keepdim=True).expand(2, 3, 8)
+
+
+@pytest.mark.filterwarnings("ignore:no gradient came for output:nimble_core.utils.errors.NimbleWarning")
+@pytest.mark.parametrize("trained", [(0,), (1,), (2,), (0, 2), (0, 1, 2)])
+def test_gradients_may_come_in_any_strides(trained: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    net, eager = pair(model := Turned(), x := torch.randn(2, 3, 8))
+    for one in (net, eager):
+        out = one(x)
+        sum(F.mse_loss(out[at], torch.zeros(out[at].shape)) for at in trained).backward()
+    assert_same_gradients(model, eager)
+    net.close()
+
+
 class Poles(nn.Module):
     """Outputs whose derivatives are infinite where the forward is not, and where it is."""
 
