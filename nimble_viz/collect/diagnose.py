@@ -203,7 +203,10 @@ class _Found:
             *_, (frame, _) = walk_tb(error.__traceback__)
             fix, place = "call the model by itself until it runs: model(*inputs)", self._place(frame)
             return [Blocker("error-in-eager", "", what, fix, **place)], []
-        notes = self._look()
+        before, notes = dict(self.met), self._look(capturing=False)
+        if len(self.met) > len(self.reads):  # libraries may keep a branch for captures, which reads no values
+            self.met, self.reads, self._again = before, set(), False
+            notes = self._look(capturing=True)
         blockers = list(self.met.values())
         if len(blockers) > len(self.reads):
             return blockers, notes
@@ -221,14 +224,14 @@ class _Found:
             return [Blocker(_LIST, "", note, _KINDS[_LIST][1])], notes
         return blockers, [*notes, note]
 
-    def _look(self) -> list[str]:
+    def _look(self, *, capturing: bool) -> list[str]:
         """Run on the given values and on others, noting refusals; say what the forward changes."""
         notes: list[str] = []
         for run in (self._record, partial(on_other_values, self._record)):
             try:
                 with (
                     random_state_kept(self.signature.device, draws=None),
-                    announced(False),
+                    announced(capturing),
                     noting_refusals(self._note),
                     self._running,
                 ):

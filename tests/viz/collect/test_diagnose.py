@@ -149,6 +149,33 @@ def test_ok_means_that_it_can_be_prepared(name: str) -> None:
     assert all(one.what and one.instead for one in found.blockers)
 
 
+class Masked(nn.Module):
+    """As Hugging Face: reads its mask in eager, and has a branch for captures that does not; ``reads`` in both."""
+
+    def __init__(self, *, reads: bool) -> None:
+        super().__init__()
+        self.reads = reads
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        try:
+            capturing = torch.cuda.is_current_stream_capturing()
+        except RuntimeError:  # torch without CUDA
+            capturing = False
+        if not capturing and mask.all():
+            return x
+        return x * mask * (float(x.sum()) if self.reads else 1)
+
+
+def test_a_branch_for_captures_is_taken_as_a_preparation_takes_it() -> None:
+    x, mask = torch.randn(3, 4), torch.ones(3, 4, dtype=torch.bool)
+    found = diagnose(Masked(reads=False), x, mask)
+    assert not found.blockers
+    assert any("the branch that the model keeps for captures" in note for note in found.notes)
+    Nimble(Masked(reads=False), Options(tune="off")).prepare(x, mask).close()
+    (one,) = diagnose(Masked(reads=True), x, mask).blockers
+    assert one.name == "float(tensor)", "what eager's branch reads is no blocker"
+
+
 def test_a_counter_alone_is_tried_out() -> None:
     class Counts(nn.Module):
         n = 0
