@@ -279,10 +279,10 @@ def interval_text(low: float, high: float) -> str:
     return f"[{low:.2f}, {high:.2f}]" if low > 0 and math.isfinite(high) else "too few samples"
 
 
-def share_rows(parts: Iterable[tuple[str, float, str]]) -> list[dict[str, Any]]:
-    """Turn ``(name, nanoseconds, meaning)`` of one time's parts into rows with shares, without zeros."""
-    kept = [part for part in parts if part[1]]
-    total = sum(ns for _, ns, _ in kept)
+def share_rows(parts: Iterable[tuple[str, float, str]], *, zeros: bool = False) -> list[dict[str, Any]]:
+    """Turn ``(name, nanoseconds, meaning)`` of one time's parts into rows with shares, without zeros if not asked."""
+    kept = [part for part in parts if part[1] or zeros]
+    total = sum(ns for _, ns, _ in kept) or 1.0
     return [
         {"name": name, "ns": ns, "text": format_ns(ns), "share": format_percent(ns / total), "meaning": meaning}
         for name, ns, meaning in kept

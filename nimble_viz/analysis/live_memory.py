@@ -23,13 +23,9 @@ HOLDERS = 24
 """Results that are listed by name among those that hold a peak."""
 
 _FIXED = {
-    "parameter": "Parameters",
-    "buffer": "Buffers",
-    "gradient": "Kept gradients",
-    "state": "Optimizer state",
-    "input": "Inputs",
-    "constant": "Constants",
-}
+    "parameter": "Parameters", "buffer": "Buffers", "gradient": "Kept gradients", "state": "Optimizer state",
+    "input": "Inputs", "constant": "Constants",
+}  # fmt: skip
 
 
 def live_memory(report: ReportData) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ from nimble_core.ir.program import Call
 from nimble_core.ir.timeline import Timeline
 from nimble_core.utils.units import format_count, format_ns, format_percent
 from nimble_viz.analysis.intervals import covered
-from nimble_viz.analysis.labels import label_run, trains
+from nimble_viz.analysis.labels import label_run, share_rows, trains
 from nimble_viz.analysis.tables import BAR, bar, cell, number, row, table, words
 from nimble_viz.report.data import STAGES, Bound, ReportData, Stage
 
@@ -161,16 +161,7 @@ def spent(report: ReportData) -> dict[str, Any] | None:
     total = sum(ns.values()) or 1.0
     most, second, *_ = sorted(ns, key=lambda key: -ns[key])
     bounds = BOUNDS if report.environment.device == "cuda" else _ON_HOST
-    rows = [
-        {
-            "name": key,
-            "ns": ns[key],
-            "text": format_ns(ns[key]),
-            "share": format_percent(ns[key] / total),
-            "meaning": meaning,
-        }
-        for key, (_, meaning) in bounds.items()
-    ]
+    rows = share_rows([(key, ns[key], meaning) for key, (_, meaning) in bounds.items()], zeros=True)
     alike = ns[most] - ns[second] < _ALIKE * total
     verdict = f"between {bounds[most][0]} and {bounds[second][0]}" if alike else bounds[most][0]
     return {"bound": most, "verdict": verdict, "basis": basis, "rows": rows}

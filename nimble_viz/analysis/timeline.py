@@ -25,6 +25,7 @@ DISTORTION_BOUND = 1.2
 """A profiled run so many times longer or shorter than the unprofiled one, beyond what that varies by, is distorted."""
 
 _LONGEST_GAPS = 8
+_AS_IT_IS = ("source", "clock", "length_ns", "profiled_ns", "unprofiled_ns", "reliable", "note")
 
 
 def timelines(report: ReportData) -> list[dict[str, Any]]:
@@ -45,16 +46,10 @@ def shown_timeline(report: ReportData, line: Timeline) -> dict[str, Any]:
     return {
         "run": line.run,
         "label": label_run(report, line.run),
-        "source": line.source,
-        "clock": line.clock,
-        "length_ns": line.length_ns,
-        "profiled_ns": line.profiled_ns,
-        "unprofiled_ns": line.unprofiled_ns,
+        **{name: getattr(line, name) for name in _AS_IT_IS},
         "idle": device_idle(report, line),
         "distorted": distorted(report, line),
         "distortion": _distortion_words(report, line),
-        "reliable": line.reliable,
-        "note": line.note,
         "lengths": _lengths(report, line),
         "marks": _marks(report, line),
         "facts": _facts(report, line, found),

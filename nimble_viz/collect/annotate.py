@@ -6,8 +6,6 @@ instantiated graph to the call of the node it was copied from.
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -27,7 +25,7 @@ from nimble_core.utils.errors import InputError
 from nimble_core.utils.files import write_file
 from nimble_core.utils.units import format_count, format_ns
 from nimble_viz.analysis.labels import plural, visible
-from nimble_viz.export.tables import no_formula
+from nimble_viz.export.tables import to_csv
 from nimble_viz.render.report import Report, load
 from nimble_viz.report.data import ReportData
 from nimble_viz.traces.events import HostEvent
@@ -94,11 +92,8 @@ class Annotation:
 
     def to_csv(self, path: str | os.PathLike[str]) -> Path:
         """Write ``rows`` to ``path``. Raises OSError if it cannot be written."""
-        out = io.StringIO()
-        writer = csv.writer(out)
-        writer.writerow(COLUMNS)
-        writer.writerows(map(no_formula, row) for row in self.rows())
-        return write_file(path, out.getvalue().encode())
+        rows = tuple(self.rows())
+        return write_file(path, to_csv({name: [row[at] for row in rows] for at, name in enumerate(COLUMNS)}).encode())
 
     def to_text(self) -> str:
         """Say what matched, and what did not, as lines of text."""

@@ -21,15 +21,9 @@ _HOST_READS = ("aten::item", "aten::_local_scalar_dense")
 _PRINTING = "print(tensor)"
 # What these return depends on values, so the host has to look at them.
 _DATA_DEPENDENT = (
-    "aten::nonzero",
-    "aten::unique",
-    "aten::_unique",
-    "aten::masked_select",
-    "aten::repeat_interleave",
-    "aten::is_nonzero",
-    "aten::equal",
-    "aten::bincount",
-)
+    "aten::nonzero", "aten::unique", "aten::_unique", "aten::masked_select", "aten::repeat_interleave",
+    "aten::is_nonzero", "aten::equal", "aten::bincount",
+)  # fmt: skip
 
 
 def host_syncs(matched: MatchedTrace) -> tuple[HostSync, ...]:

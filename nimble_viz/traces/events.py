@@ -29,21 +29,10 @@ PRINT = "nimble::print"
 """Annotation of what makes a tensor's text: shown as one operator, since it reads the tensor value by value."""
 
 _LAUNCHES = (
-    "cudaLaunchKernel",
-    "cudaLaunchCooperativeKernel",
-    "cuLaunchKernel",
-    "cuLaunchCooperativeKernel",
-    "cudaMemcpyAsync",
-    "cudaMemcpy2DAsync",
-    "cudaMemsetAsync",
-    "cuMemcpyAsync",
-    "cuMemcpyDtoDAsync",
-    "cuMemcpyHtoDAsync",
-    "cuMemcpyDtoHAsync",
-    "cuMemsetD",
-    "cudaGraphLaunch",
-    "cuGraphLaunch",
-)
+    "cudaLaunchKernel", "cudaLaunchCooperativeKernel", "cuLaunchKernel", "cuLaunchCooperativeKernel",
+    "cudaMemcpyAsync", "cudaMemcpy2DAsync", "cudaMemsetAsync", "cuMemcpyAsync", "cuMemcpyDtoDAsync",
+    "cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemsetD", "cudaGraphLaunch", "cuGraphLaunch",
+)  # fmt: skip
 _BLOCKING_COPIES = ("cudaMemcpy", "cudaMemcpy2D", "cudaMemcpyToSymbol", "cudaMemcpyFromSymbol")
 _BLOCKING_DRIVER_COPIES = ("cuMemcpyDtoH_", "cuMemcpyHtoD_", "cuMemcpyDtoD_", "cuMemcpy_")
 _TRIVIAL = ("aten::add", "aten::neg", "aten::mul", "aten::tanh")
