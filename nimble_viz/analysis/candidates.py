@@ -8,6 +8,7 @@ from typing import Any
 from nimble_core.ir.candidates import Candidate
 from nimble_core.ir.measurement import Measurement, Ratio, across, ratio
 from nimble_core.utils.units import format_bytes, format_ns
+from nimble_viz.analysis.compared import time_doubt
 from nimble_viz.analysis.labels import error_text, label_plan, plural, ratio_words
 from nimble_viz.analysis.tables import cell, number, ratio_cell, row, table, words
 from nimble_viz.report.data import ReportData
@@ -64,6 +65,7 @@ def _row(report: ReportData, one: Candidate, single: Candidate | None) -> dict[s
     taken, check = one.measurement, one.check
     wrong = check is not None and check.differs
     base = single.measurement if single and single.name != one.name and not wrong else None
+    over = ratio(taken, base) if taken and base else None
     cost_s = one.fuse_s + one.capture_s
     size = f"{plural(one.streams, 'stream')}, {plural(one.syncs, 'sync')}" if one.streams else ""
     tags = [("chosen", "good")] * one.chosen + [("unstable", "bad")] * (taken is not None and not taken.stable)
@@ -71,13 +73,13 @@ def _row(report: ReportData, one: Candidate, single: Candidate | None) -> dict[s
     return row(
         cell(label_plan(one.name), size, tags=tags + [("outputs differ", "bad")] * wrong),
         format_ns(taken.median_ns) if taken else "",
-        ratio_cell(ratio(taken, base) if taken and base else None),
+        ratio_cell(over),
         format_ns(cost_s * 1e9) if cost_s else "",
         "" if wrong else _pays(_over_eager(report, one), cost_s, report.measurement("eager")),
         format_ns(one.simulated_ns) if one.simulated_ns else "",
         format_bytes(one.nbytes) if one.nbytes else "",
         cell(outputs, f"error {error_text(check.error)}" if check else "", "good" * (outputs == "equal")),
-        cell(_outcome(report, one), mark="bad" * wrong),
+        cell(_outcome(report, one), time_doubt(over, taken, base), "bad" * wrong),
         void=wrong,
     )
 

@@ -14,7 +14,7 @@ from nimble_viz.report.data import EAGER_ALONE, ReportData
 
 __all__ = [
     "beaten", "best_peers", "disturbances", "doubts", "only_threads", "outlook", "over_one_stream", "over_peer",
-    "unshown", "why_undecided", "wrong_runs",
+    "time_doubt", "unshown", "why_undecided", "wrong_runs",
 ]  # fmt: skip
 
 _OVERLAP_NS = 1000.0
@@ -24,6 +24,9 @@ seen on an H200."""
 _DROPPED_ABOVE = 0.1
 _CLOCK_BOUND = 0.03
 _QUIET = "close other programs or run again"
+_SPEED_CHANGED = (
+    "the machine changed its speed while measuring: the ratio is of neighbouring samples, and medians do not fit it"
+)
 
 _Cause = tuple[str, str]
 """What it was, and what to do about it."""
@@ -53,6 +56,17 @@ def only_threads(report: ReportData, over: Ratio) -> str:
     how = {"no difference": "is as fast", "slower": "is faster"}.get(beside.verdict, "may be as fast")
     only = "may be" if beside.verdict == "undecided" else "is"
     return f"eager with one thread {how} (torch.set_num_threads(1)): the gain {only} only fewer threads"
+
+
+def time_doubt(over: Ratio | None, taken: Measurement | None, base: Measurement | None) -> str:
+    """Say that the medians of two runs do not fit their ratio, whose samples are of the same rounds; else empty.
+
+    Both medians are to be shown only where this is empty, or beside what it says.
+    """
+    if not (over and taken and base):
+        return ""
+    low_ns, high_ns = taken.median_ns * over.low / over.same, taken.median_ns * over.high * over.same
+    return "" if low_ns <= base.median_ns <= high_ns else _SPEED_CHANGED
 
 
 def outlook(report: ReportData) -> str:

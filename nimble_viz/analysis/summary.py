@@ -13,7 +13,7 @@ from nimble_core.ir.schedule import Schedule
 from nimble_core.utils.units import format_count, format_ns, format_percent
 from nimble_viz.analysis.advice import advice, advice_data, best_run
 from nimble_viz.analysis.candidates import candidates
-from nimble_viz.analysis.compared import beaten, disturbances, over_one_stream, over_peer, why_undecided
+from nimble_viz.analysis.compared import beaten, disturbances, over_one_stream, over_peer, time_doubt, why_undecided
 from nimble_viz.analysis.labels import (
     INTERVAL,
     context,
@@ -132,12 +132,16 @@ def _speed(report: ReportData) -> dict[str, Any] | None:
         return None
     slowest = max((taken.median_ns for taken in report.measurements), default=0.0) or 1.0
     peers = {one.name: one for one in report.peers}
-    rows = []
+    rows, below = [], []
     for taken in report.measurements:
         peer = peers.get(taken.name)
         wrong = peer is not None and peer.check is not None and peer.check.differs
         compared = taken.name != "eager" and bool(report.program.calls)
         alone = compared and peer is None and taken.name != EAGER_ALONE
+        over = report.ratio(taken.name) if compared and not wrong else None
+        streams = over_one_stream(report, taken.name) if alone else None
+        found = (time_doubt(one, taken, report.measurement(one.baseline)) for one in (over, streams) if one)
+        below += [f"{label_run(report, taken.name)}: {changed}" for changed in dict.fromkeys(found) if changed]
         tags = [("chosen", "good")] * (taken.name == report.chosen) + [("peer", "")] * (peer is not None)
         tags += [("outputs differ", "bad")] * wrong + [("unstable", "bad")] * (not taken.stable)
         kept = len(taken.samples_ns)
@@ -148,8 +152,8 @@ def _speed(report: ReportData) -> dict[str, Any] | None:
                 cell(label_run(report, taken.name), spread, tags=tags),
                 bar(taken.median_ns / slowest, "remainder" if peer else ""),
                 format_ns(taken.median_ns),
-                ratio_cell(report.ratio(taken.name) if compared and not wrong else None),
-                ratio_cell(over_one_stream(report, taken.name) if alone else None),
+                ratio_cell(over),
+                ratio_cell(streams),
                 void=wrong,
             )
         )
@@ -164,6 +168,7 @@ def _speed(report: ReportData) -> dict[str, Any] | None:
         about=f"Medians of samples taken in turn, after {warmup} warm-up calls; {INTERVAL}. Over one stream: over a "
         "replay of the same kernels on one stream."
         + " Samples that other programs interrupted more than usual are dropped." * dropped,
+        below=below,
     )  # fmt: skip
 
 
@@ -333,6 +338,7 @@ def _peer_row(report: ReportData, peer: PeerResult, ours: str) -> dict[str, Any]
     outcome = _outcome(peer, over, measured=taken is not None)
     mark = {"slower": "bad", "undecided": "open"}.get(over.verdict, "") if over and not wrong else ""
     notes = [f"outputs {_outputs(peer)}"] * (taken is not None) + [peer.note] * (peer.note not in ("", outcome))
+    notes += filter(None, [time_doubt(over, report.measurement(ours), taken)])
     return row(
         cell(peer.name, tags=[("unstable", "bad")] * (taken is not None and not taken.stable)),
         format_ns(taken.median_ns) if taken else "",
@@ -382,10 +388,7 @@ def brief(report: ReportData) -> dict[str, Any]:
             {"do": one.what, "run": one.run, "at_most_us": _us(one.gain_ns), "basis": one.basis, "why": _cut(one.why)}
             for one in advice(report).changes[:_ROWS]
         ],
-        "computes": {
-            "operators": _brief_rows(report, "operator"),
-            "modules": _brief_rows(report, "module"),
-        },
+        "computes": {"operators": _brief_rows(report, "operator"), "modules": _brief_rows(report, "module")},
         "overhead": _brief_overhead(report),
         "waits": _brief_waits(report),
         "equal": [{"run": one.name, "passed": one.passed, "reason": _cut(one.reason)} for one in report.checks[:_RUNS]],
@@ -398,6 +401,7 @@ def _brief_run(report: ReportData, name: str) -> dict[str, Any]:
     taken = report.measurement(name)
     assert taken is not None
     over = report.ratio(name) if name != "eager" else None
+    figures = {"ratio": over.value, "low": over.low, "high": over.high} if over else {}
     return {
         "name": name,
         "what": label_run(report, name),
@@ -405,13 +409,7 @@ def _brief_run(report: ReportData, name: str) -> dict[str, Any]:
         "spread": round(taken.spread, 4),
         "stable": taken.stable,
         "peer": any(peer.name == name for peer in report.peers),
-        "over_eager": over
-        and {
-            "ratio": _finite(over.value),
-            "low": _finite(over.low),
-            "high": _finite(over.high),
-            "verdict": over.verdict,
-        },
+        "over_eager": over and {key: _finite(value) for key, value in figures.items()} | {"verdict": over.verdict},
     }
 
 

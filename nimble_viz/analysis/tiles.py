@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from nimble_core.utils.units import format_ns, format_percent
 from nimble_viz.analysis.advice import PREPARE, Change, advice, best_run, inputs_of
-from nimble_viz.analysis.compared import doubts, only_threads, outlook, over_peer, why_undecided, wrong_runs
+from nimble_viz.analysis.compared import doubts, only_threads, outlook, over_peer, time_doubt, why_undecided, wrong_runs
 from nimble_viz.analysis.labels import (
     context,
     explained,
@@ -128,9 +128,9 @@ def _prepared(report: ReportData) -> dict[str, Any]:
     if over is None or taken is None or eager is None:
         return {**tile, "lines": [*lines, "no replay was measured", *doubts(report)], "code": ""}
     figure, interval = ratio_parts(over)
-    if not over.decided:
-        lines.append(why_undecided(report, over))
-    lines += [threads] if (threads := only_threads(report, over)) else []
+    changed = time_doubt(over, taken, eager)
+    undecided = "" if over.decided else why_undecided(report, over)
+    lines += filter(None, (changed, undecided, only_threads(report, over)))
     peer, code = over_peer(report, name), ""
     if peer:
         lines.append(ratio_words(peer[0]) + peer[1])
@@ -140,14 +140,14 @@ def _prepared(report: ReportData) -> dict[str, Any]:
         peer_name = "compile:reduce-overhead" if report.environment.device == "cuda" else "compile"
         code = _compare(report, f'against="{peer_name}"')
     host = "" if report.environment.device == "cuda" else "host replay, no GPU: "
+    joined = "instead of" if over.verdict == "faster" else "beside"
     return {
         "figure": figure,
         "verdict": over.verdict,
         "interval": interval,
         "good": report.complete and bool(report.checks) and all(check.passed for check in report.checks),
-        "of": f"{format_ns(taken.median_ns)} {'instead of' if over.verdict == 'faster' else 'beside'} "
-        f"{format_ns(eager.median_ns)}",
-        "ns": taken.median_ns,
+        "of": "" if changed else f"{format_ns(taken.median_ns)} {joined} {format_ns(eager.median_ns)}",
+        "ns": 0.0 if changed else taken.median_ns,
         "lines": [
             *lines,
             *doubts(report),
@@ -252,6 +252,9 @@ def _picture(report: ReportData) -> dict[str, Any]:
                 "scale": scale if line.run == "eager" else min(1.0, scale),
             }
         )
-    timed = all(report.measurement(str(run["run"])) for run in runs)
+    measured = [report.measurement(str(run["run"])) for run in reversed(runs)]
+    timed = all(measured)
     note = "lengths without the profiler, contents as profiled" if timed else "as profiled"
+    if len(runs) > 1 and timed and (changed := time_doubt(report.ratio(str(runs[1]["run"])), *measured)):
+        note += f"; {changed}"
     return {"runs": runs, "note": note if runs else "No timeline was taken: neither eager nor a replay was traced."}

@@ -285,7 +285,7 @@ class TilesText:
         parts = [one["ns"] for one in now["rows"]] or [now["ns"]]
         shares = [*parts, *[0.0] * (5 - len(parts))]
         head = words(now["figure"], "bold").append(f"  {now['of']}", "not bold")
-        explained = cut(said, 1 if prepared["ns"] else 3) if said else []
+        explained = cut(said, 1 if prepared["verdict"] else 3) if said else []
         yield from row("now", [*cut(head, 1, beside), *explained], shares)
         code = [words(line, "cyan") for line in following["code"].splitlines() if line]
         pasted = [line for one in code for line in one.wrap(console, room, overflow="fold")]
