@@ -35,8 +35,8 @@ _FORMS = ("foreach", "fused", "capturable")
 """Flags that choose among implementations of the same step."""
 _FORM_NAMES = {"fused": "fused", "foreach": "for-each", "": "parameter-by-parameter"}
 _FUSED_TYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
-_WATCHERS = ("nimble_core", "torch")
-"""Packages whose hooks of all optimizers only watch: torch's profiler, and our guard of weights."""
+_WATCHERS = ("nimble_core", "nimble_viz", "torch")
+"""Packages whose hooks of all optimizers only watch: torch's profiler, ours, and our guard of weights."""
 _DROP_IN = "train in place of the model: prepare(x, training=True), then loss.backward() and the optimizer's own step()"
 
 

@@ -208,12 +208,13 @@ def _of_eager(report: ReportData) -> Iterator[Change]:
 
     exposed = sum(row.exposed_ns for row in profile.calls)
     trained = any(one.phase == "backward" for one in profile.phases)
-    yield change(
-        "prepare the model with Nimble, so that calls are replayed",
-        exposed,
-        "overhead while the device is idle",
-        f"{PREPARE}Nimble(model).prepare({inputs_of(report)}{', training=True' * trained})",
-    )
+    if not (report.sampling and report.sampling.replayed):
+        yield change(
+            "prepare the model with Nimble, so that calls are replayed",
+            exposed,
+            "overhead while the device is idle",
+            f"{PREPARE}Nimble(model).prepare({inputs_of(report)}{', training=True' * trained})",
+        )
     loader = report.sampling.loader_ns / scale if report.sampling and report.sampling.loader_ns >= 0 else 0.0
     yield change(
         "load data ahead (more workers, pinned memory)",

@@ -29,6 +29,8 @@ _WHAT_COMPARE_SAYS = (
     "compare runs the code as it is and prepared, in turn, checks that outputs are equal, and says which is faster, "
     "with an interval"
 )
+_WHAT_COMPARE_SAYS_OF_IT = "compare, given the original model, says what that gains and checks that outputs are equal"
+_PREPARED = "Nothing to prepare: nimble_core replays it already; the rest is copies, launches and code around it."
 _CREDIBLE = 0.9
 """A bound above this share of the time is no news, and not said."""
 _COMPILED = 'options=Options(fuse="inductor")'
@@ -120,6 +122,8 @@ def _prepared(report: ReportData) -> dict[str, Any]:
     eager = report.measurement("eager")
     if planned(report) or report.sampling is not None:
         said = outlook(report) if planned(report) else _WHAT_COMPARE_SAYS
+        if report.sampling and report.sampling.replayed:
+            tile["figure"], said = "replayed by nimble_core already", _WHAT_COMPARE_SAYS_OF_IT
         return {**tile, "lines": [said], "code": "" if planned(report) else _compare(report)}
     if not report.program.calls:
         return {**tile, "lines": ["the model made no call that reaches the device"], "code": ""}
@@ -199,6 +203,8 @@ def _of_profile(report: ReportData, first: Change | None) -> dict[str, Any]:
         return _step(f"Profile again on a quiet machine: {what}, so neither length nor shares are certain.", "")
     if first is not None:
         return _step(_sentence(first), first.code, first.why)
+    if report.sampling and report.sampling.replayed:
+        return _step(_PREPARED, "")
     longest = computing(report, "operator")[:1] if report.overhead else []
     most = f", {longest[0]['name']} longest: {format_percent(longest[0]['share'])}" if longest else ""
     return _step(

@@ -23,7 +23,7 @@ from nimble_viz.collect.peers import Peer, resolve_peers
 from nimble_viz.collect.progress import Progress, default_progress
 from nimble_viz.collect.runs import EagerRuns
 from nimble_viz.collect.sources import pass_over_machinery
-from nimble_viz.collect.suggestions import keyword_inputs, refuse_unknown
+from nimble_viz.collect.suggestions import keyword_inputs, original, refuse_unknown
 from nimble_viz.render.report import Report
 
 __all__ = ["compare"]
@@ -54,7 +54,7 @@ def compare(
     something was measured, it warns and returns what there is, marked incomplete.
 
     Args:
-        model: module or function of tensors, on one device; to train, a module in training mode.
+        model: module or function of tensors, on one device, in training mode to train; a Nimble is its model.
         args: positional inputs.
         kwargs: keyword inputs.
         target: what the loss is told besides the model's output; None: nothing.
@@ -83,7 +83,7 @@ def compare(
     peers = resolve_peers(against) if against else ()
     options = Options() if options is None else options
     require_options(options)
-    named = keyword_inputs(kwargs)
+    model, named = original(model), keyword_inputs(kwargs)
     stepping: Training | None = None
     if training:
         check_inputs(model, args, named)

@@ -39,7 +39,7 @@ from nimble_core.tracing.static_check import on_other_values
 from nimble_core.utils.errors import InputError, NimbleError, NotStaticError, first_line
 from nimble_core.utils.tracebacks import short_traceback
 from nimble_viz.collect.sources import pass_over_machinery, text_of
-from nimble_viz.collect.suggestions import keyword_inputs, refuse_unknown
+from nimble_viz.collect.suggestions import keyword_inputs, original, refuse_unknown
 from nimble_viz.render.diagnosis import Blocker, Diagnosis
 
 __all__ = ["diagnose"]
@@ -131,7 +131,7 @@ def diagnose(
     """
     refuse_unknown(diagnose, unknown)
     pass_over_machinery()
-    require_callable(model)
+    require_callable(model := original(model))
     require_options(options or Options())
     named, name = keyword_inputs(kwargs), getattr(model, "__name__", type(model).__name__)
     if refused := _refused_inputs(model, args, named):

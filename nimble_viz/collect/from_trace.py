@@ -92,6 +92,7 @@ def make_report(
     loader_ns: float = -1.0,
     origins: Sequence[Origin] = (),
     warnings: Sequence[str] = (),
+    replayed: bool = False,
 ) -> Report:
     """Make a Report of what was recorded; raise ReportFileError if no operator ran.
 
@@ -128,6 +129,7 @@ def make_report(
             profiled=len(trace.iterations_ns),
             bound=iteration_bound(trace, profile),
             loader_ns=loader_ns,
+            replayed=replayed,
         ),
     )
 

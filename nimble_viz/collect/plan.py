@@ -26,7 +26,7 @@ from nimble_viz.collect.comparison import dtype_of
 from nimble_viz.collect.flops import count_work
 from nimble_viz.collect.progress import Progress
 from nimble_viz.collect.sources import pass_over_machinery, read_sources
-from nimble_viz.collect.suggestions import keyword_inputs, refuse_unknown
+from nimble_viz.collect.suggestions import keyword_inputs, original, refuse_unknown
 from nimble_viz.render.report import Report
 
 __all__ = ["plan"]
@@ -69,7 +69,7 @@ def plan(
     options = Options() if options is None else options
     require_options(options)
     device, progress = _device(target), Progress()
-    require_callable(model)
+    require_callable(model := original(model))
     for name, parameter in model.named_parameters() if isinstance(model, torch.nn.Module) else ():
         require_initialised(name, parameter)
     recorded, warnings = _recorded(model, args, keyword_inputs(kwargs), device, progress)

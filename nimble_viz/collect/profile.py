@@ -196,6 +196,7 @@ class Profiling:
             loader_ns=median(sampler.waits_ns) if samples and any(sampler.waits_ns) else -1.0,
             origins=self._origins.seen,
             warnings=() if warm else (self._why_not_warm(),),
+            replayed=self._origins.replayed,
         )
         self._report = replace(made, sources=read_sources(made.program.calls))
 

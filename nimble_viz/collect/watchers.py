@@ -31,11 +31,12 @@ __all__ = ["DispatchOrigins", "LoopHooks"]
 
 
 class DispatchOrigins(TorchDispatchMode):
-    """Watches from ``begin`` to ``end``; ``seen`` holds an origin for each operator, in order."""
+    """Watches from ``begin`` to ``end``: ``seen``, an origin for each operator; ``replayed``, if a replay ran one."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self.seen: list[Origin] = []
+        self.replayed = False
         self._paths: dict[int, str] = {}
         self._roots: set[int] = set()
         self._watching = ExitStack()
@@ -72,6 +73,8 @@ class DispatchOrigins(TorchDispatchMode):
             self._roots.add(id(root))
             self._paths.update(module_paths(root))
         self.seen.append(Origin(operator, *place_of(frame, self._paths)))
+        around = walk_stack(frame) if frame is not None and not self.replayed else ()
+        self.replayed |= any(one.f_globals.get("__name__", "").startswith("nimble_core.runtime.") for one, _ in around)
 
     def _printed(self) -> nullcontext[None]:
         """Note one operator for a tensor that is printed: the reads that it makes run without a mode."""

@@ -213,6 +213,7 @@ class Sampling:
         profiled: of them profiled.
         bound: what the profiled iteration of median length was spent on.
         loader_ns: median wait for the data loader in iterations timed without the profiler; -1 if not timed.
+        replayed: whether nimble_core replayed something in it.
     """
 
     subject: str
@@ -222,6 +223,7 @@ class Sampling:
     profiled: int
     bound: Bound
     loader_ns: float = -1.0
+    replayed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import nimble_viz
-from nimble_core import Nimble, Options
+from nimble_core import Nimble, Options, TrainStep
 from nimble_core.profiling.cupti import profiler_runs
 from nimble_core.utils.errors import DeviceError, InputError
+from nimble_viz.analysis.advice import advice
+from nimble_viz.analysis.tiles import tiles
 from nimble_viz.collect.profile import Profiling, profile
 
 NEXT = _BaseDataLoaderIter.__next__
@@ -129,6 +131,53 @@ def test_a_block_with_a_prepared_module() -> None:
             run.step()
             net(x)  # refuses hooks of others
     assert {"addmm", "linear"} & set(labels(run.report))
+
+
+def prepared_step(x: torch.Tensor) -> TrainStep:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    return TrainStep(model, torch.nn.functional.mse_loss, optimizer).prepare(x, x)
+
+
+def advised(report: nimble_viz.Report) -> tuple[str, str]:
+    found = tiles(report)
+    return found["prepared"]["figure"], f"{[one.what for one in advice(report).changes]} {found['next']['code']}"
+
+
+def test_what_is_prepared_is_not_to_be_prepared() -> None:
+    model, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()).eval(), torch.randn(2, 4)
+    for function, given in ((Nimble(model).prepare(x), (x,)), (prepared_step(x), (x, x))):
+        report = profile(function, *given)
+        assert report.sampling is not None
+        assert report.sampling.replayed
+        figure, code = advised(report)
+        assert figure == "replayed by nimble_core already"
+        assert "prepare" not in code
+        assert "compile" not in code
+    report = profile(model, x)
+    assert report.sampling is not None
+    assert not report.sampling.replayed
+    assert "prepare the model with Nimble" in advised(report)[1]
+
+
+@pytest.mark.parametrize("way", ["step", "drop-in", "eager"])
+def test_a_loop_that_trains_what_is_prepared(way: str) -> None:
+    x = torch.randn(2, 4)
+    step, model = prepared_step(x), torch.nn.Linear(4, 4)
+    net = Nimble(model).prepare(x, training=True) if way == "drop-in" else model
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x.repeat(30, 1)), batch_size=2)
+    with profile() as run:
+        for (batch,) in loader:
+            if way == "step":
+                step(batch, batch)
+            else:
+                optimizer.zero_grad()
+                torch.nn.functional.mse_loss(net(batch), batch).backward()
+                optimizer.step()
+    assert run.report.sampling is not None
+    assert run.report.sampling.replayed == (way != "eager")
+    assert ("prepare" in advised(run.report)[1]) == (way == "eager")
 
 
 def test_a_block_that_says_what_an_iteration_is() -> None:
