@@ -155,12 +155,16 @@ def _compare(given: argparse.Namespace) -> int:
 @_command(
     "everything that keeps a model from being prepared, at once",
     _argument("factory", metavar="MODULE:FACTORY", help="as for compare"),
+    _argument("--training", action="store_true", help=argparse.SUPPRESS),
     _JSON,
 )
 def _diagnose(given: argparse.Namespace) -> int:
     """Find everything that keeps a factory's model from being prepared."""
     from nimble_viz.collect.diagnose import diagnose
 
+    if given.training:
+        fix = f"for training: python -m nimble_viz compare {given.factory} --training, whose error names what to change"
+        raise InputError("diagnose looks at the forward pass alone", fix=fix)
     model, args, kwargs, _ = made_by(given.factory)
     found = diagnose(model, *args, kwargs=kwargs)
     _answer(found, given.json)

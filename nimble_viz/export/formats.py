@@ -26,7 +26,7 @@ _SUFFIXES: dict[str, Format] = {
 }
 _KNOWN = (
     "OUT.json (Perfetto, Chrome), a folder or KIND.csv (tables), OUT.gv or OUT.dot (Graphviz), OUT.svg, OUT.pdf or "
-    "OUT.png (drawn by Graphviz)"
+    "OUT.png (drawn by Graphviz); a page: report.to_html('OUT.html'), or show REPORT --html OUT.html"
 )
 
 

@@ -212,6 +212,10 @@ def test_diagnose(factory: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "if tensor:" in capsys.readouterr().out
     assert main(["diagnose", "--json", f"{factory}:blocked"]) == 1
     assert json.loads(capsys.readouterr().out)["ok"] is False
+    assert main(["diagnose", "--training", f"{factory}:fine"]) == 2
+    said = capsys.readouterr().err
+    assert "diagnose looks at the forward pass alone" in said
+    assert f"for training: python -m nimble_viz compare {factory}:fine --training" in said
 
 
 def test_names_of_files_do_not_reach_the_terminal_as_they_are(

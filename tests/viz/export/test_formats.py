@@ -32,6 +32,8 @@ def test_suffixes(tmp_path: Path) -> None:
     assert format_of(tmp_path / "v1.2") == "csv"
     with pytest.raises(InputError, match="no format has this suffix"):
         format_of(Path("a.txt"))
+    with pytest.raises(InputError, match=r"a page: report.to_html\('OUT.html'\)"):
+        format_of(Path("a.html"))
 
 
 def test_tables(tmp_path: Path) -> None:
