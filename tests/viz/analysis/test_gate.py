@@ -136,6 +136,17 @@ def test_slower_than_the_baseline(factors: dict[str, float], outcome: Outcome) -
     assert ("this may be the machine" in found.text) == ("eager" in factors and outcome == "inconclusive")
 
 
+def test_times_that_decide_nothing_come_with_a_remedy() -> None:
+    report = sample_report()
+    for factors, open_ in (({"nimble": 1.05}, True), ({}, False), ({"nimble": 1.3}, False)):
+        found = gate(slower(report, **factors), baseline=report)
+        assert [note.startswith("to do: give three or more reports a side") for note in found.notes] == [True] * open_
+    assert "judge counts alone" in " ".join(gate(slower(report, nimble=1.05), baseline=report).to_text(100).split())
+    unmeasured = replace(report, measurements=())
+    assert gate(unmeasured, baseline=report).notes == ()
+    assert gate(report, Rules(min_speedup=1.0)).notes == ()
+
+
 def test_without_eager_a_slowdown_stands() -> None:
     report = timed(sample_report(), nimble=(100.0,) * 40)
     assert verdict(slower(report, nimble=2.0), "max_slowdown", baseline=report).outcome == "fail"
