@@ -24,9 +24,7 @@ seen on an H200."""
 _DROPPED_ABOVE = 0.1
 _CLOCK_BOUND = 0.03
 _QUIET = "close other programs or run again"
-_SPEED_CHANGED = (
-    "the machine changed its speed while measuring: the ratio is of neighbouring samples, and medians do not fit it"
-)
+_UNFIT = "the machine changed its speed while measuring: the ratio is of neighbouring samples, medians do not fit it"
 
 _Cause = tuple[str, str]
 """What it was, and what to do about it."""
@@ -66,7 +64,7 @@ def time_doubt(over: Ratio | None, taken: Measurement | None, base: Measurement 
     if not (over and taken and base):
         return ""
     low_ns, high_ns = taken.median_ns * over.low / over.same, taken.median_ns * over.high * over.same
-    return "" if low_ns <= base.median_ns <= high_ns else _SPEED_CHANGED
+    return "" if low_ns <= base.median_ns <= high_ns else _UNFIT
 
 
 def outlook(report: ReportData) -> str:

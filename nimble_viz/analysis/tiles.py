@@ -30,7 +30,7 @@ _WHAT_COMPARE_SAYS = (
     "with an interval"
 )
 _WHAT_COMPARE_SAYS_OF_IT = "compare, given the original model, says what that gains and checks that outputs are equal"
-_PREPARED = "Nothing to prepare: nimble_core replays it already; the rest is copies, launches and code around it."
+_PREPARED = "Nothing to prepare: nimble_core replays it already; host time is copies, launches and code around it."
 _CREDIBLE = 0.9
 """A bound above this share of the time is no news, and not said."""
 _COMPILED = 'options=Options(fuse="inductor")'

@@ -60,7 +60,7 @@ class Profiling:
         self._early: Profiled | None = None
         self._warm: Profiled | None = None
         self._hooks: LoopHooks | None = None
-        self._origins = DispatchOrigins()
+        self._origins, self._early_replays = DispatchOrigins(), False
         self._report: Report | None = None
 
     @property
@@ -167,6 +167,7 @@ class Profiling:
 
     def _remove_watchers(self) -> None:
         if self._hooks is not None:
+            self._early_replays |= self._hooks.replayed
             self._hooks.close()
             self._hooks = None
         self._origins.end()
@@ -196,7 +197,7 @@ class Profiling:
             loader_ns=median(sampler.waits_ns) if samples and any(sampler.waits_ns) else -1.0,
             origins=self._origins.seen,
             warnings=() if warm else (self._why_not_warm(),),
-            replayed=self._origins.replayed,
+            replayed=self._origins.replayed if warm else self._early_replays,
         )
         self._report = replace(made, sources=read_sources(made.program.calls))
 

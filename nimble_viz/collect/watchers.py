@@ -16,6 +16,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from nimble_core.api.nimble import Nimble
 from nimble_core.ir.program import Origin
 from nimble_core.torch_compat.dispatch import TorchDispatchMode, current_mode
 from nimble_core.torch_compat.members import DATA_LOADER
@@ -99,6 +100,7 @@ class LoopHooks:
         self._depth = self._loading = 0
         self._thread = get_ident()
         self._root: Any = None
+        self.replayed = False  # whether one of the modules was prepared
         # torch.compile warns of hooks on all modules. Nobody else knows of ours, and it does not see them.
         warnings.filterwarnings("ignore", message="Using `torch.compile", category=UserWarning)
         self._filter = warnings.filters[0]
@@ -151,6 +153,7 @@ class LoopHooks:
         if torch.compiler.is_compiling() or get_ident() != self._thread:  # what is compiled must not hold a hook
             return
         self._depth += 1
+        self.replayed |= isinstance(module, Nimble) and bool(module.engines)
         if self._depth == 1:
             self._root = module
             self._tick("module", id(module))

@@ -160,6 +160,16 @@ def test_what_is_prepared_is_not_to_be_prepared() -> None:
     assert "prepare the model with Nimble" in advised(report)[1]
 
 
+@pytest.mark.parametrize("prepared", [True, False])
+def test_a_block_without_a_loop_knows_a_prepared_module(prepared: bool) -> None:
+    model, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()).eval(), torch.randn(2, 4)
+    net = Nimble(model).prepare(x) if prepared else model
+    with profile() as run:
+        net(x)
+    assert run.report.sampling is not None
+    assert run.report.sampling.replayed == prepared
+
+
 @pytest.mark.parametrize("way", ["step", "drop-in", "eager"])
 def test_a_loop_that_trains_what_is_prepared(way: str) -> None:
     x = torch.randn(2, 4)
