@@ -263,8 +263,7 @@ class Nimble(WrappedModule):
         run = partial(engine.run, static=backward.fixed)
         unlike = backward.unlike(tensors, engine.signature.paths) if torch.is_grad_enabled() else ""
         if unlike and self._options.on_new_shape != "eager":
-            fix = "prepare(..., training=True) again; prepared with an input that requires a gradient, it serves both: "
-            raise InputError(f"prepared for something else: {unlike}", fix=fix + "x.detach().requires_grad_()")
+            raise InputError(f"prepared for something else: {unlike}", fix="prepare(..., training=True) again")
         with backward.using_memory:  # where that is one for all forwards: no thread's may come in between
             pending = backward.fixed and backward.pending
             if not (unlike or pending):

@@ -60,7 +60,6 @@ from nimble_core.tracing.run_effects import (
     changed_values,
     not_carried_on,
     notes_of,
-    replaced_tensors,
     require_reads_kept,
     unfilled_read,
 )
@@ -132,15 +131,18 @@ def record(
             recorder.log.table.release_addresses()
         changes, drawn = guard.changed_attributes() | moved, tuple(guard.draws.drawn())
         seeds = recorder.draws_nothing() and guard.draws.seed_set()
-        refused = not_carried_on(replaced_tensors(model, changes, recorder.log))
+        refused = not_carried_on(model, changes, recorder.log)
     if refused and any(call.phase == "backward" for call in recording.program.calls):
         raise refused
     require_reads_kept(recording.held, changes)
-    notes = tuple(notes_of(changes, drawn, seeds=seeds))
-    program = replace(recording.program, notes=notes)
-    counters = changed_values(changes)
-    found: dict[str, Any] = {"changed": tuple(changes), "counters": counters, "drawn": drawn}
-    return replace(recording, **found, not_carried_on=refused, program=program)
+    return replace(
+        recording,
+        changed=tuple(changes),
+        counters=changed_values(changes),
+        not_carried_on=refused,
+        drawn=drawn,
+        program=replace(recording.program, notes=tuple(notes_of(changes, drawn, seeds=seeds))),
+    )
 
 
 @contextmanager

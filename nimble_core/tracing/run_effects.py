@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +17,10 @@ from nimble_core.utils.errors import NotStaticError
 
 __all__ = [
     "EMPTY_STRIDED",
-    "Replaced",
     "changed_values",
     "not_carried_on",
     "notes_of",
     "reads_nothing",
-    "replaced_tensors",
     "require_reads_kept",
     "unfilled_read",
 ]
@@ -66,7 +64,7 @@ _COPIES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Replaced:
+class _Replaced:
     """A tensor of the model that a run reads and then replaces."""
 
     what: str
@@ -75,9 +73,9 @@ class Replaced:
 
 
 def changed_values(changes: Changes) -> tuple[str, ...]:
-    """Return attributes that hold another value than before, not only another object; of tensors those made or dropped.
+    """Return attributes that hold another value than before, not only another object.
 
-    A tensor in place of another is ``replaced_tensors``' to judge.
+    Tensors count where there was none before, or is none now; ``not_carried_on`` finds those in place of others.
     """
     plain = (int, float, complex, str)
     found: dict[str, None] = {}
@@ -104,14 +102,15 @@ def require_reads_kept(held: Sequence[Held], changes: Changes) -> None:
             )
 
 
-def not_carried_on(replaced: Mapping[str, Replaced]) -> NotStaticError | None:
-    """Return an error that names the first of these tensors, which a replay does not carry on; None if there are none.
+def not_carried_on(model: Callable[..., Any], changes: Changes, log: RunLog) -> NotStaticError | None:
+    """Return an error that names the first tensor that the run reads and then replaces; None if there is none.
 
-    Who calls the model itself in place of a replay may ignore it.
+    A replay goes on reading the old one. Who calls the model itself in place of a replay may ignore the error.
     """
+    replaced = _replaced_tensors(model, changes, log)
     if not replaced:
         return None
-    first, *others = replaced.values()
+    first, *others = replaced
     more = f" (and so are {len(others)} more)" if others else ""
     return NotStaticError(
         f"the model is not static: {first.what} is read and then replaced{more}, so that the next run reads another "
@@ -121,8 +120,8 @@ def not_carried_on(replaced: Mapping[str, Replaced]) -> NotStaticError | None:
     )
 
 
-def replaced_tensors(model: Callable[..., Any], changes: Changes, log: RunLog) -> dict[str, Replaced]:
-    """Return, by path, tensors that calls read and that are other ones for the next run.
+def _replaced_tensors(model: Callable[..., Any], changes: Changes, log: RunLog) -> list[_Replaced]:
+    """Return tensors that calls read and that are other ones for the next run.
 
     Without those that no call reads, such as weights that are computed anew; those replaced by a copy, as by
     ``.to(dtype)``, or on the host by the same values made from nothing; and memory that the model still has under a
@@ -131,7 +130,7 @@ def replaced_tensors(model: Callable[..., Any], changes: Changes, log: RunLog) -
     calls, table = log.calls, log.table
     tensors = {name: change for name, change in changes.items() if _are_tensors(change)}
     if not tensors:
-        return {}
+        return []
     unchanged = {
         table.known_storage(one)
         for _, name, one in owned_tensors(model)
@@ -141,7 +140,7 @@ def replaced_tensors(model: Callable[..., Any], changes: Changes, log: RunLog) -
     for call in calls:
         for ref in call.reads:
             first_reads.setdefault(ref.storage, call)
-    found = {}
+    found = list[_Replaced]()
     for name, change in tensors.items():
         old, new = table.known_storage(change.was), table.known_storage(change.now)
         if old is None or old == new or old in unchanged or old not in first_reads:
@@ -151,11 +150,9 @@ def replaced_tensors(model: Callable[..., Any], changes: Changes, log: RunLog) -
         if table.storages[old].role == "input" or copied or (log.on_host and _made_alike(change, makers)):
             continue
         role, path = table.storages[old].role, name.removesuffix(".data")
-        found[name] = Replaced(
-            f"{'attribute' if role == 'constant' else role} {path}",
-            str(makers[-1] if makers else first_reads[old]),
-            f"write it in place: self.{change.name}.copy_(...), or self.{change.name}.mul_(...).add_(...)",
-        )
+        what = f"{'attribute' if role == 'constant' else role} {path}"
+        fix = f"write it in place: self.{change.name}.copy_(...), or self.{change.name}.mul_(...).add_(...)"
+        found.append(_Replaced(what, str(makers[-1] if makers else first_reads[old]), fix))
     return found
 
 

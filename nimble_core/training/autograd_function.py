@@ -163,7 +163,10 @@ class Backward:
             return f"parameter {name} was {'trained' if flag else 'frozen'} then, and is not now"
         for position, tensor in enumerate(tensors):
             if tensor.requires_grad and position not in self.leaves:
-                return f"{names[position]} required no gradient then, and does now"
+                return (
+                    f"{names[position]} required no gradient then, and does now; prepared with one that requires a "
+                    "gradient (x.detach().requires_grad_()), it takes both"
+                )
         return ""
 
     @property

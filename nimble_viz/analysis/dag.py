@@ -71,6 +71,3 @@ def _paths(boxes: Boxes) -> list[str]:
 def opening_schedule(report: ReportData) -> Schedule | None:
     """Choose the schedule to show first: that of the verdict, else the last; None without any."""
     return report.schedule(best_run(report)) or (report.schedules[-1] if report.schedules else None)
-
-
-# Boxes, and where they are.

@@ -25,7 +25,6 @@ IDLE = (
 )
 """Causes of an idle device: field of ``DeviceIdle``, name, meaning."""
 
-_LENGTHS = ("profiled", "unprofiled", "remainder", "waiting", "loader")
 _SUMS = ("overhead", "exposed", "work")
 _HOMELESS, _OPTIMIZER = "(the model itself)", "(the optimizer)"
 
@@ -50,7 +49,11 @@ def overhead(report: ReportData) -> dict[str, Any] | None:
         "serial": host,
         "totals": {part: sum(columns[part]) for part in (*PARTS, "work", "exposed")},
         "shared": {"name": shared(report), "calls": list(profile.shared)} if profile.shared else None,
-        **{f"{name}_ns": getattr(profile, f"{name}_ns") for name in _LENGTHS},
+        "profiled_ns": profile.profiled_ns,
+        "unprofiled_ns": profile.unprofiled_ns,
+        "remainder_ns": profile.remainder_ns,
+        "waiting_ns": profile.waiting_ns,
+        "loader_ns": profile.loader_ns,
         "facts": [
             ("Framework overhead", f"{format_ns(profile.overhead_ns)}, {format_percent(share)} of the profiled run"),
             *([("Overhead inside the phases", of_phases)] if profile.phases else []),
