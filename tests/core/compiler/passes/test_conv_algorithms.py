@@ -114,6 +114,22 @@ def test_a_choice_is_made_for_one_convolution() -> None:
     assert [calls_of(node) for node in module.graph.nodes if node.target is CONVOLUTION] == [(0,)]
 
 
+@pytest.mark.parametrize("mode", ["nearest", "bilinear"])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("resized", [False, True])
+def test_after_resized_images_the_last_convolution_stays_one(resized: bool, compiled: bool, mode: str) -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = B(x).relu()
+        return B(nn.functional.interpolate(y, scale_factor=2, mode=mode) if resized else y.exp()).relu()
+
+    _, module = lifted(forward, X.to(memory_format=torch.channels_last))
+    decisions = Decisions(lambda calls: [100.0 / (1 + place) for place in range(len(calls))])
+    products = 1 if resized and compiled else 2
+    assert choose_forms(module, HOST, decisions, channels_last=True, compiled=compiled) == products
+    assert [choice.kernel for choice in decisions.made] == ["matrix product"] * products
+    assert sum(node.target is CONVOLUTION for node in module.graph.nodes) == 2 - products
+
+
 @pytest.mark.parametrize("contiguous_wins", [True, False])
 def test_the_layout_of_float32_is_the_one_that_takes_less_time(contiguous_wins: bool) -> None:
     asked: list[int] = []
