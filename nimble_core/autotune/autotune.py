@@ -273,7 +273,7 @@ class _Tuning:
         if kind == "none":
             trials.variants[kind] = self.recorded
             return True
-        left_s = self.budget.to_make_s
+        left_s = self.budget.left_s  # what compiling takes is known roughly: it may take what is kept for choosing
         compiles = kind == "inductor" and self.compiled is None
         expected_s = compile_s(self.recorded.recording.program) if compiles else 0.0
         if options.fuse == "auto" and expected_s > left_s:
@@ -285,7 +285,7 @@ class _Tuning:
         made = partial(fuse, self.device, self.recorded, kind, measure=measure, thorough=thorough, step=self.step)
         choices = self.compiled if kind == "inductor" else None
         try:
-            trials.variants[kind] = made(measure_s=max(left_s - expected_s, 0.0) / 2, choices=choices)
+            trials.variants[kind] = made(measure_s=max(self.budget.to_make_s - expected_s, 0.0) / 2, choices=choices)
         finally:
             trials.fuse_s[kind] = time.perf_counter() - start
         return True

@@ -84,7 +84,7 @@ def compile_for_tuning(device: Device, recorded: Recorded, options: Options) -> 
     plan = kept_plan(device, recorded, options)
     budget, expected_s = Budget(options.budget_s), compile_s(recorded.recording.program)
     wanted = plan.fuse == "inductor" if plan else "inductor" in kinds_of(device, options)
-    if not wanted or (plan is None and options.fuse == "auto" and expected_s > budget.to_make_s):
+    if not wanted or (plan is None and options.fuse == "auto" and expected_s > budget.left_s):
         return None
     # Timing waits for the device, which CUDA forbids while another thread captures.
     times = device.kind == "cuda" and _may_be_padded(recorded.recording.program)

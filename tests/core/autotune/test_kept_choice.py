@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from nimble_core.autotune import kept_choice
+from nimble_core.autotune import autotune, kept_choice
 from nimble_core.autotune.kept_choice import compile_for_tuning, kept_plan
 from nimble_core.ir.program import KernelChoice
 from nimble_core.scheduling.options import Options
@@ -43,6 +43,19 @@ def test_what_tuning_would_not_compile_is_not_compiled_ahead(
 ) -> None:
     monkeypatch.delattr(kept_choice, "compile_ahead")
     assert compile_for_tuning(device, recorded(device, model), options) is None
+
+
+@COMPILES
+@pytest.mark.parametrize(("expected_s", "fits"), [(940.0, True), (1001.0, False)])
+def test_what_is_kept_for_choosing_may_go_on_compiling(
+    expected_s: float, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, options = LikeCuda({"library": 0.5, "inductor": 0.1}), replace(AMPLE, budget_s=1000.0)
+    for module in (kept_choice, autotune):
+        monkeypatch.setattr(module, "compile_s", lambda program: expected_s)
+    assert (compile_for_tuning(device, recorded(device), options) is not None) == fits
+    with tuning(device, options) as tuned:
+        assert tuned.recorded.recording.program.fuse == ("inductor" if fits else "library")
 
 
 @COMPILES
