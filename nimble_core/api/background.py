@@ -10,6 +10,7 @@ caller's choice.
 from __future__ import annotations
 
 import atexit
+import contextvars
 import ctypes
 import threading
 import time
@@ -115,7 +116,10 @@ class Background:
         self._choices: Choices = None
         self._swapping, self._told = threading.Lock(), False
         recorded = first.recorded.eager or first.recorded
-        self._thread = threading.Thread(target=self._compile, args=(recorded,), name="nimble-compile", daemon=True)
+        alike = contextvars.copy_context().run  # what a user sets of Inductor, newer torch keeps by thread
+        self._thread = threading.Thread(
+            target=alike, args=(self._compile, recorded), name="nimble-compile", daemon=True
+        )
         _running.add(self)
         self._thread.start()
 

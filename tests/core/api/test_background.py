@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nimble_core import InputError, Nimble, NimbleWarning, Options
 from nimble_core.api import background
+from nimble_core.torch_compat.compiler import INDUCTOR_CONFIG
 
 COMPILES = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 COMPILED = Options(fuse="inductor", budget_s=0.5)
@@ -80,16 +81,20 @@ def test_results_are_eagers_while_engines_are_swapped(monkeypatch: pytest.Monkey
 
 @pytest.mark.compiler
 @COMPILES
-def test_what_the_thread_compiled_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # other processes of the tests write to the usual one
+@pytest.mark.parametrize("said", [{}, {"max_fusion_size": 63}], ids=["torch's settings", "a user's"])
+def test_what_the_thread_compiled_is_not_compiled_again(
+    said: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # or what an earlier process compiled is found
     for thread in threading.enumerate():
         if thread.name == "nimble-compile":  # of another test: what it compiles would count
             thread.join(120)
-    net = Nimble(perceptron(), COMPILED).prepare(torch.randn(3, 8), background=True)
-    assert net.background[0].wait(120)
-    hits = torch._dynamo.utils.counters["inductor"]
-    before = hits["fxgraph_cache_miss"]
-    net.finish()
+    with INDUCTOR_CONFIG.require().patch(said):
+        net = Nimble(perceptron(), COMPILED).prepare(torch.randn(3, 8), background=True)
+        assert net.background[0].wait(120)
+        hits = torch._dynamo.utils.counters["inductor"]
+        before = hits["fxgraph_cache_miss"]
+        net.finish()
     assert net.background[0].state == "done", net.background
     assert hits["fxgraph_cache_miss"] == before, dict(hits)
     assert hits["fxgraph_cache_hit"] >= 1
