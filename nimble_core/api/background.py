@@ -116,9 +116,10 @@ class Background:
         self._choices: Choices = None
         self._swapping, self._told = threading.Lock(), False
         recorded = first.recorded.eager or first.recorded
-        alike = contextvars.copy_context().run  # what a user sets of Inductor, newer torch keeps by thread
+        # torch 2.13 keeps a user's settings of Inductor by thread, in context variables.
+        as_caller = contextvars.copy_context().run
         self._thread = threading.Thread(
-            target=alike, args=(self._compile, recorded), name="nimble-compile", daemon=True
+            target=as_caller, args=(self._compile, recorded), name="nimble-compile", daemon=True
         )
         _running.add(self)
         self._thread.start()

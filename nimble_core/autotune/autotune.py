@@ -273,7 +273,7 @@ class _Tuning:
         if kind == "none":
             trials.variants[kind] = self.recorded
             return True
-        left_s = self.budget.left_s  # what compiling takes is known roughly: it may take what is kept for choosing
+        left_s = self.budget.left_s  # compile_s is rough: compiling may use the time reserved for choosing
         compiles = kind == "inductor" and self.compiled is None
         expected_s = compile_s(self.recorded.recording.program) if compiles else 0.0
         if options.fuse == "auto" and expected_s > left_s:
