@@ -16,6 +16,7 @@ from nimble_core.ir.schedule import Schedule
 from nimble_core.scheduling.options import Options
 from nimble_core.scheduling.policies import POLICIES
 from nimble_core.scheduling.saved_plan import Plan, load_plan
+from nimble_core.torch_compat.unchanged import passes
 from nimble_core.tracing.recorded import Recorded
 from nimble_core.utils.errors import CaptureError, DeviceError, InputError, ScheduleError
 from nimble_core.validation import judge
@@ -28,7 +29,8 @@ COMPILES = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 
 @pytest.fixture(autouse=True)
 def own_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Choices of this test alone."""
+    """Choices of this test alone; what is compiled in C, once in a process, lies elsewhere."""
+    passes()
     monkeypatch.setenv("NIMBLE_CACHE_DIR", str(tmp_path))
     return tmp_path
 
