@@ -22,6 +22,7 @@ from nimble_core.compiler.attribution import attributed
 from nimble_core.compiler.fixed_memory import with_fixed_memory
 from nimble_core.compiler.inductor import GeneratedCode, compile_graph
 from nimble_core.compiler.passes.channels_last import (
+    convolutions_alone,
     keep_strides,
     results_laid_out,
     takes_windows,
@@ -212,15 +213,23 @@ def _rewritten(device: Device, recorded: Recorded, decisions: Decisions, *, comp
 def _rewritten_step(device: Device, recorded: Recorded, decisions: Decisions, *, compiled: bool) -> fx.GraphModule:
     """Lift and rewrite a training step, or half of one, channels last if that is faster."""
     module, turned = (_lifted_step(recorded, decisions, compiled=compiled) for _ in range(2))
+    where, inputs = recorded.signature.device, recorded.signature.tensors
+    whole = any(call.phase == "backward" for call in recorded.recording.program.calls)
+
+    def layouts() -> list[Callable[[], object]]:
+        if not (compiled and whole):  # the forward alone converts what it keeps for a backward
+            return [lambda: module(*inputs), lambda: turned(*inputs)]
+        # Uncompiled, what is between convolutions can outweigh them: the layout that loses may compile to the faster.
+        return [convolutions_alone(one, where, channels_last=one is turned) for one in (module, turned)]
+
     if to_channels_last(turned):
         turned.recompile()
-        inputs = recorded.signature.tensors
-        wanted = decisions.second_is_faster("step", lambda: [lambda: module(*inputs), lambda: turned(*inputs)])
+        wanted = decisions.second_is_faster("step", layouts)
         first = next(node for node in turned.graph.nodes if node.target is torch.ops.aten.convolution.default)
         if decisions.take(first, "channels last", wanted=wanted):
             module = turned
     if device.kind == "cuda":
-        where, copied_in = recorded.signature.device, recorded.copied_in
+        copied_in = recorded.copied_in
         pad_products(module, where, decisions, compiled=compiled, constant=False, copied_in=copied_in)
     return module
 

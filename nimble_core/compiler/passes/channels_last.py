@@ -8,16 +8,26 @@ expect a gradient in the layout of its parameter. Operators in between keep the 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import fx
 
+from nimble_core.compiler.passes.decisions import example
 from nimble_core.compiler.to_fx import add_call, arguments_of, graph_module, pinned, recorded_ancestor, reference_of
 from nimble_core.tracing.kernel_launches import Relaunch
 from nimble_core.tracing.strides import dense, laid_out, restrided, row_by_row
 
-__all__ = ["keep_strides", "layout_matters", "results_laid_out", "takes_windows", "to_channels_last"]
+__all__ = [
+    "convolutions_alone",
+    "keep_strides",
+    "layout_matters",
+    "results_laid_out",
+    "takes_windows",
+    "to_channels_last",
+]
 
 _aten = torch.ops.aten
 _CONVOLUTION, _BACKWARD = _aten.convolution.default, _aten.convolution_backward.default
@@ -59,6 +69,42 @@ def to_channels_last(module: fx.GraphModule) -> int:
             kept.meta["pinned"] = pinned(gradient)
             gradient.replace_all_uses_with(kept, delete_user_cb=lambda user, kept=kept: user is not kept)
     return len(forwards)
+
+
+def convolutions_alone(module: fx.GraphModule, device: torch.device, *, channels_last: bool) -> Callable[[], None]:
+    """Make a function that runs the convolutions of a graph and what converts tensors for them, and nothing else.
+
+    To be timed where a compiler makes new kernels of all the rest.
+
+    Args:
+        module: as lifted, or as ``to_channels_last`` left it.
+        device: where its tensors, which are new ones of the same shapes, are made.
+        channels_last: whether ``to_channels_last`` has changed it.
+    """
+
+    @cache
+    def tensor(sizes: tuple[int, ...], dtype: str, last: bool) -> torch.Tensor:
+        layout = torch.channels_last if last else torch.contiguous_format
+        return example(sizes, getattr(torch, dtype), device, layout)
+
+    def given(node: fx.Node, *, last: bool) -> torch.Tensor:
+        recorded = reference_of(recorded_ancestor(node))
+        assert recorded is not None
+        return tensor(recorded.sizes, recorded.dtype, last and len(recorded.sizes) == 4)
+
+    calls: list[Callable[[], object]] = []
+    for node in module.graph.nodes:
+        converts = node.target is _aten.clone.default and node.kwargs.get("memory_format") is torch.channels_last
+        if converts or node.target in (_CONVOLUTION, _BACKWARD) or (node.target is laid_out and _is_gradient(node)):
+            made = partial(given, last=channels_last and not converts)
+            args, kwargs = fx.map_arg((node.args, node.kwargs), made)
+            calls.append(partial(node.target, *args, **kwargs))
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
 
 
 def _convert_sources(graph: fx.Graph, convolutions: list[fx.Node]) -> None:
@@ -117,6 +163,12 @@ def layout_matters(module: fx.GraphModule) -> bool:
             if not all(_is_single_pixel(one) and _is_row_by_row(one) for one in images):
                 return True
     return False
+
+
+def _is_gradient(node: fx.Node) -> bool:
+    """Whether a node converts what the backward of a convolution makes."""
+    (item, *_) = node.all_input_nodes
+    return item.target is operator.getitem and item.all_input_nodes[0].target is _BACKWARD
 
 
 def _is_image(node: Any) -> bool:

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nimble_core.api.train_step import TrainStep
 from nimble_core.autotune.capture_pipeline import capture
-from nimble_core.compiler.passes.channels_last import keep_strides, to_channels_last
+from nimble_core.compiler.passes.channels_last import convolutions_alone, keep_strides, to_channels_last
 from nimble_core.compiler.passes.conv_algorithms import sites_of
 from nimble_core.compiler.pipeline import fuse
 from nimble_core.compiler.to_fx import lift
@@ -32,6 +33,7 @@ from tests.support.training_steps import both
 aten = torch.ops.aten
 CONV = nn.Conv2d(3, 4, 3)
 IMAGES = torch.randn(2, 3, 6, 6)
+CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 
 
 def clones(module: fx.GraphModule) -> list[tuple[int, ...]]:
@@ -151,6 +153,26 @@ def test_weights_that_change_in_between_are_not_converted(through: Callable[...,
     assert clones(module) == [(4, 3, 3, 3), (2, 3, 6, 6)], "the weight that stays, and the image"
 
 
+class CallCounter(TorchDispatchMode):
+    """Counts convolutions with their layouts, copies to another layout, and the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolutions = self.copies = self.rest = 0
+        self.layouts: set[bool] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func in CONVOLUTIONS:
+            self.convolutions += 1
+            images = [one for one in args if torch.is_tensor(one) and one.dim() == 4 and min(one.shape[1:]) > 1]
+            self.layouts |= {one.stride(1) == 1 for one in images}
+        elif func in (aten.clone.default, aten.copy_.default):
+            self.copies += 1
+        else:
+            self.rest += func is not aten.empty_strided.default and not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
 # -- training steps --------------------------------------------------------------------------------------------------
 
 
@@ -195,6 +217,24 @@ def test_a_training_step_learns_the_same_channels_last(name: str) -> None:
     assert_right(before, after)
     outputs = [ref.strides for ref in after.recording.program.outputs]
     assert outputs == [ref.strides for ref in before.recording.program.outputs]
+    step.close()
+
+
+@pytest.mark.parametrize("name", ["resnet", "mobilenet"])
+def test_convolutions_are_timed_without_the_rest_in_either_layout(name: str) -> None:
+    _, step, _ = both(name)
+    recording = step.engine.recorded.recording  # type: ignore[union-attr]
+    for changed in (False, True):
+        module = lift(recording)
+        assert not changed or to_channels_last(module)
+        run = convolutions_alone(module, torch.device("cpu"), channels_last=changed)
+        with CallCounter() as seen:
+            run()
+        convolutions = [node for node in module.graph.nodes if node.target in CONVOLUTIONS]
+        assert seen.convolutions == len(convolutions) > 0
+        assert seen.layouts == {changed}
+        assert (seen.copies > 0) == changed, "weights and images, there and back"
+        assert seen.rest == 0
     step.close()
 
 
