@@ -29,6 +29,7 @@ from nimble_core.compiler.passes.channels_last import (
     to_channels_last,
 )
 from nimble_core.compiler.passes.conv_algorithms import choose_forms, contiguous_is_faster
+from nimble_core.compiler.passes.crop_kernels import crop_kernels
 from nimble_core.compiler.passes.cse import share_equal
 from nimble_core.compiler.passes.decisions import Decisions
 from nimble_core.compiler.passes.dropout_seeds import bring_seeds
@@ -188,6 +189,7 @@ def _rewritten(device: Device, recorded: Recorded, decisions: Decisions, *, comp
         return _rewritten_step(device, recorded, decisions, compiled=compiled)
     where, on_cuda = recorded.signature.device, device.kind == "cuda"
     module = _lifted(recorded, decisions, compiled=compiled)
+    crop_kernels(module)
     affine_norms(module)
     share_equal(module)
     channels_last = on_cuda and not contiguous_is_faster(module, where, decisions, compiled=compiled)
@@ -238,6 +240,7 @@ def _lifted_step(recorded: Recorded, decisions: Decisions, *, compiled: bool) ->
     module = _lifted(recorded, decisions, compiled=compiled)
     bring_seeds(module)
     split_backward(module)
+    crop_kernels(module)
     keep_strides(module, exactly=True, free=recorded.copied_out)
     module.recompile()
     return module

@@ -14,6 +14,7 @@ from torch import fx, nn
 from nimble_core.compiler.passes import pad_matmul
 from nimble_core.compiler.passes.channels_last import keep_strides, to_channels_last
 from nimble_core.compiler.passes.conv_algorithms import choose_forms
+from nimble_core.compiler.passes.crop_kernels import crop_kernels
 from nimble_core.compiler.passes.cse import share_equal
 from nimble_core.compiler.passes.decisions import Decisions
 from nimble_core.compiler.passes.fold_batchnorm import affine_norms, fold_affine
@@ -54,6 +55,7 @@ PASSES: dict[str, Pass] = {
     "forms": lambda module, made: choose_forms(module, HOST, made, channels_last=False, compiled=False),
     "compiled forms": lambda module, made: choose_forms(module, HOST, made, channels_last=True, compiled=True),
     "backward": lambda module, _: split_backward(module),
+    "kernels cropped": lambda module, _: crop_kernels(module),
     "constants": lambda module, _: split_constants(module, {}),
 }
 FORGETFUL = {"constants"}
