@@ -76,8 +76,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 def one_model(name: str, dtype: str, seconds: float) -> dict[str, Any]:
     """Everything about one model in one dtype, batch 1."""
     model, args, kwargs = example(name, dtype)
-    with torch.inference_mode():
-        model(*args, **kwargs)
     net = Nimble(model, Options(fuse="none")).prepare(*args, **kwargs)
     device, recorded = recorded_on(model, args, kwargs)
     with state_kept(recorded):

@@ -73,7 +73,7 @@ class Ready:
 
     ``work_of`` says whose work it does ("eager", "traced", "exported", "recorded"; "" of other weights than the
     model's), ``whole`` whether its CUDA graphs do all that a call does, ``stance`` what it is called under,
-    ``synchronize`` waits for its result, and ``reset`` takes training back to its first step.
+    ``synchronize`` waits for its result, and ``reset`` takes training back to its start and returns the weights.
     """
 
     run: Callable[..., Any]
@@ -87,7 +87,7 @@ class Ready:
     synchronize: Callable[[], object] = field(
         default_factory=lambda: torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
     )
-    reset: Callable[[], None] = lambda: None
+    reset: Callable[[], list[torch.Tensor]] = list
 
 
 @dataclass(frozen=True, slots=True)
