@@ -88,10 +88,10 @@ def test_a_step_learns_what_eager_learns(way):
     assert not right(training_ways.check(trained, lazy)), "who does not learn is found out"
 
 
-def test_a_step_may_be_as_far_from_eager_as_eager_is_from_float64(monkeypatch):
+def test_a_step_may_be_as_far_from_eager_as_rounding_takes_eager(monkeypatch):
     monkeypatch.setattr(training_ways, "_BOUND", dict.fromkeys(training_ways._BOUND, 0.0))
     trained = opened(training_ways, ROWS["trained"])
-    found = training_ways.check(trained, training_ways._more_exact(trained))
+    found = training_ways.check(trained, training_ways._disturbed(trained, seed=9))
     assert 0 < found["rel_err"] < found["bound"]
     model = trained.given.make()
     lazy = replace(training_ways.WAYS["eager"](trained), run=lambda x, y: trained.given.loss_fn(model(x), y).detach())
