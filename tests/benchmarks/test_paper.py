@@ -52,6 +52,13 @@ def test_a_verdict_follows_from_the_figures() -> None:
     assert said[500.0][3].endswith("; a host of 21.6 µs a call would show what was published")
 
 
+def test_no_way_is_held_to_more_than_eager_is_to_itself() -> None:
+    eager, *others = (replace(one, rel_err=5e-3, bound=3e-3) for one in measured("resnet50", several=300.0))
+    told = {own: paper.rows_of([replace(eager, rel_err=own), *others])["resnet50"] for own in (0.0, 2e-3, 4e-3)}
+    assert [paper.counts(ways["several"]) for ways in told.values()] == [False, False, True]
+    assert all(paper.counts(ways["eager"]) for ways in told.values())
+
+
 def test_over_a_host_that_changes_its_speed_the_ends_are_those_of_most_calls() -> None:
     """Its median may be anywhere between: stretches of a hundred calls are not a hundred samples of it."""
     host = tuple(us for us in (900.0, 1800.0) for _ in range(100)) * 2
