@@ -56,7 +56,7 @@ def rows_of(records: Iterable[Record]) -> dict[str, dict[str, Record]]:
 
 
 def _fairly_bound(ways: Ways) -> dict[str, Record]:
-    """Hold no way to more than eager is to itself, which batch norms on few pixels take far apart."""
+    """Allow every way twice what two runs of eager differ by: batch norms on few pixels amplify rounding."""
     own = 2 * (ways["eager"].rel_err or 0.0) if "eager" in ways else 0.0
     return {name: replace(one, bound=max(one.bound or 0.0, own)) for name, one in ways.items()}
 

@@ -29,7 +29,7 @@ CUDA_ONLY = (ANCHOR, "graph", "ro", "step-graph", "graphed")
 DEFAULT = (ANCHOR, "ours", "drop-in", "eager", "compile", *CUDA_ONLY[1:])
 _BOUND = {"float32": 1e-4, "tf32": 3e-2}  # later updates are far off: batch norms on few pixels amplify rounding
 _ROUNDING = {"float32": 2.0**-23, "tf32": 2.0**-11}
-_OWN, _DRAWS = 2.0, 4  # how many times as far from eager as eager from weights so disturbed, at most, may be
+_OWN, _DRAWS = 2.0, 4  # allowed: so many times the furthest that eager gets from so many draws of such weights
 Step = Callable[[Tensor, Tensor], Tensor]
 
 

@@ -221,7 +221,7 @@ def _rewritten_step(device: Device, recorded: Recorded, decisions: Decisions, *,
     def layouts() -> list[Callable[[], object]]:
         if not (compiled and whole):  # the forward alone converts what it keeps for a backward
             return [lambda: module(*inputs), lambda: turned(*inputs)]
-        # Uncompiled, what is between convolutions can outweigh them: the layout that loses may compile to the faster.
+        # The operators between convolutions can decide which layout is faster, and the compiler makes others of them.
         return [convolutions_alone(one, where, channels_last=one is turned) for one in (module, turned)]
 
     if to_channels_last(turned):
@@ -231,8 +231,7 @@ def _rewritten_step(device: Device, recorded: Recorded, decisions: Decisions, *,
         if decisions.take(first, "channels last", wanted=wanted):
             module = turned
     if device.kind == "cuda":
-        copied_in = recorded.copied_in
-        pad_products(module, where, decisions, compiled=compiled, constant=False, copied_in=copied_in)
+        pad_products(module, where, decisions, compiled=compiled, constant=False, copied_in=recorded.copied_in)
     return module
 
 

@@ -16,7 +16,15 @@ import torch
 from torch import fx
 
 from nimble_core.compiler.passes.decisions import example
-from nimble_core.compiler.to_fx import add_call, arguments_of, graph_module, pinned, recorded_ancestor, reference_of
+from nimble_core.compiler.to_fx import (
+    add_call,
+    arguments_of,
+    calls_of,
+    graph_module,
+    pinned,
+    recorded_ancestor,
+    reference_of,
+)
 from nimble_core.tracing.kernel_launches import Relaunch
 from nimble_core.tracing.strides import dense, laid_out, restrided, row_by_row
 
@@ -94,7 +102,7 @@ def convolutions_alone(module: fx.GraphModule, device: torch.device, *, channels
 
     calls: list[Callable[[], object]] = []
     for node in module.graph.nodes:
-        converts = node.target is _aten.clone.default and node.kwargs.get("memory_format") is torch.channels_last
+        converts = node.target is _aten.clone.default and not calls_of(node)  # the model's own are in both layouts
         if converts or node.target in (_CONVOLUTION, _BACKWARD) or (node.target is laid_out and _is_gradient(node)):
             made = partial(given, last=channels_last and not converts)
             args, kwargs = fx.map_arg((node.args, node.kwargs), made)

@@ -1,9 +1,8 @@
-"""Kernels of convolutions without what only ever meets padding.
+"""Convolutions that read only the part of a kernel that meets the image.
 
-On an image of one pixel, padded by one, a kernel of 3x3 multiplies eight zeros for each product that counts: networks
-for large images end so when they are given small ones, and so do wide dilations on small maps. Libraries compute all
-nine. What is left out would add zeros; of the gradient it is zero. (Where such an element is infinite or NaN, some
-library routines make NaN of it and others do not.)
+On an image of one pixel, padded by one, a kernel of 3x3 multiplies eight zeros for each product that counts, and
+libraries compute all nine. Networks made for large images end so on small ones; wide dilations do on small maps. What
+is left out would add zeros, and its gradient is zero. (If it is infinite or NaN, some library routines return NaN.)
 """
 
 from __future__ import annotations
@@ -12,15 +11,13 @@ import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
-from math import prod
 from typing import Any
 
 import torch
 from torch import fx
 
 from nimble_core.compiler.to_fx import add_call, arguments_of, pinned, reference_of
-from nimble_core.ir.program import TensorRef
-from nimble_core.tracing.strides import laid_out
+from nimble_core.tracing.strides import laid_out, strides_of_copy
 
 __all__ = ["crop_kernels", "used_elements"]
 
@@ -43,15 +40,14 @@ def crop_kernels(module: fx.GraphModule) -> int:
         if node.target not in (_CONVOLUTION, _BACKWARD):
             continue
         given = arguments_of(node)
-        image, kernel = reference_of(given["input"]), reference_of(given["weight"])
-        used = _used(image, kernel, given) if image is not None and kernel is not None else None
-        if used is None or kernel is None:
+        used = _used(given)
+        if used is None:
             continue
-        ranges = [(first, last) for first, last, _ in used]
-        key = given["weight"], tuple(ranges)
+        ranges = tuple((first, last) for first, last, _ in used)
+        key = given["weight"], ranges
         if key not in parts:
             with graph.inserting_before(node):
-                parts[key] = _part(graph, given["weight"], kernel, ranges)
+                parts[key] = _part(graph, given["weight"], ranges)
         given |= {"weight": parts[key], "padding": [padding for _, _, padding in used]}
         node.args, node.kwargs = tuple(given.values()), {}
         if node.target is _BACKWARD:
@@ -68,7 +64,7 @@ def used_elements(size: int, kernel: int, stride: int, padding: int, dilation: i
         size, kernel, stride, padding, dilation: of the convolution, along this dimension.
 
     Returns:
-        The first element, the one behind the last, and the padding: all, and ``padding``, if it cannot be less.
+        The first element, the one behind the last, and the padding; where nothing can be left out, those of the whole.
 
     >>> used_elements(1, 3, 1, 1, 1), used_elements(2, 3, 2, 1, 1), used_elements(4, 3, 1, 1, 1)
     ((1, 2, 0), (1, 3, 0), (0, 3, 1))
@@ -88,22 +84,26 @@ def used_elements(size: int, kernel: int, stride: int, padding: int, dilation: i
     return 0, kernel, padding
 
 
-def _used(image: TensorRef, kernel: TensorRef, given: dict[str, Any]) -> list[tuple[int, int, int]] | None:
-    """Return what is used along each dimension of the image; None if it is all."""
+def _used(given: dict[str, Any]) -> list[tuple[int, int, int]] | None:
+    """Return ``used_elements`` of each dimension of the image; None if they are all."""
+    image, kernel = reference_of(given["input"]), reference_of(given["weight"])
+    if image is None or kernel is None or given["transposed"]:
+        return None
     about = [given[name] for name in ("stride", "padding", "dilation")]
     sizes = image.sizes[2:], kernel.sizes[2:]
-    if given["transposed"] or any(len(one) != len(sizes[0]) for one in (*sizes, *about)):
+    if any(len(one) != len(sizes[0]) for one in (*sizes, *about)):
         return None
     found = [used_elements(*one) for one in zip(*sizes, *about, strict=True)]
     all_used = all((first, last) == (0, size) for (first, last, _), size in zip(found, sizes[1], strict=True))
     return None if all_used else found
 
 
-def _part(graph: fx.Graph, weight: fx.Node, kernel: TensorRef, ranges: Sequence[tuple[int, int]]) -> fx.Node:
+def _part(graph: fx.Graph, weight: fx.Node, ranges: Sequence[tuple[int, int]]) -> fx.Node:
     """Add a view of the used part of a weight."""
-    part, about = weight, kernel
+    part, about = weight, reference_of(weight)
+    assert about is not None
     for dim, (first, last) in enumerate(ranges, 2):
-        if (first, last) != (0, kernel.sizes[dim]):
+        if (first, last) != (0, about.sizes[dim]):
             part = graph.call_function(_aten.slice.Tensor, (part, dim, first, last))
             about = replace(
                 about,
@@ -119,7 +119,6 @@ def _fill(graph: fx.Graph, gradient: fx.Node, ranges: Sequence[tuple[int, int]])
     whole = reference_of(gradient)
     assert whole is not None
     sizes = (*whole.sizes[:2], *(last - first for first, last in ranges))
-    strides = tuple(prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
     around = [(first, size - last) for (first, last), size in zip(ranges, whole.sizes[2:], strict=True)]
     with graph.inserting_after(gradient):
         filled = add_call(graph, _aten.constant_pad_nd.default, (gradient, [*chain(*reversed(around))]), (gradient,))
@@ -127,4 +126,5 @@ def _fill(graph: fx.Graph, gradient: fx.Node, ranges: Sequence[tuple[int, int]])
         kept = add_call(graph, laid_out, (filled, whole.strides), (filled,))
     gradient.replace_all_uses_with(kept, delete_user_cb=lambda user: user is not filled)
     kept.meta["pinned"] = pinned(gradient)
-    gradient.meta |= {"ref": replace(whole, sizes=sizes, strides=strides), "pinned": False}
+    part = replace(whole, sizes=sizes, strides=strides_of_copy(sizes, whole.strides))
+    gradient.meta |= {"ref": part, "pinned": False}

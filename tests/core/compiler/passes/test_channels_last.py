@@ -153,6 +153,9 @@ def test_weights_that_change_in_between_are_not_converted(through: Callable[...,
     assert clones(module) == [(4, 3, 3, 3), (2, 3, 6, 6)], "the weight that stays, and the image"
 
 
+# -- training steps --------------------------------------------------------------------------------------------------
+
+
 class CallCounter(TorchDispatchMode):
     """Counts convolutions with their layouts, copies to another layout, and the rest."""
 
@@ -171,9 +174,6 @@ class CallCounter(TorchDispatchMode):
         else:
             self.rest += func is not aten.empty_strided.default and not func.is_view
         return func(*args, **(kwargs or {}))
-
-
-# -- training steps --------------------------------------------------------------------------------------------------
 
 
 def stepped(model: nn.Module, x: torch.Tensor) -> TrainStep:
@@ -223,7 +223,8 @@ def test_a_training_step_learns_the_same_channels_last(name: str) -> None:
 @pytest.mark.parametrize("name", ["resnet", "mobilenet"])
 def test_convolutions_are_timed_without_the_rest_in_either_layout(name: str) -> None:
     _, step, _ = both(name)
-    recording = step.engine.recorded.recording  # type: ignore[union-attr]
+    assert step.engine is not None
+    recording = step.engine.recorded.recording
     for changed in (False, True):
         module = lift(recording)
         assert not changed or to_channels_last(module)
@@ -235,6 +236,29 @@ def test_convolutions_are_timed_without_the_rest_in_either_layout(name: str) -> 
         assert seen.layouts == {changed}
         assert (seen.copies > 0) == changed, "weights and images, there and back"
         assert seen.rest == 0
+    step.close()
+
+
+class Bytes(nn.Module):
+    """Converts images itself, of a type that no convolution reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.convolution(x.contiguous(memory_format=torch.channels_last).float())
+
+
+def test_what_the_model_converts_itself_is_not_timed() -> None:
+    step = stepped(Bytes(), torch.randint(256, (2, 3, 6, 6), dtype=torch.uint8))
+    assert step.engine is not None
+    module = lift(step.engine.recorded.recording)
+    assert clones(module) == [(2, 3, 6, 6)]
+    assert to_channels_last(module) == 1
+    with CallCounter() as seen:
+        convolutions_alone(module, torch.device("cpu"), channels_last=True)()
+    assert seen.copies == 1, "the weight; eager's own gradient is channels last here"
     step.close()
 
 

@@ -34,8 +34,8 @@ CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 def kernels(module: fx.GraphModule) -> list[tuple[int, ...]]:
     """Sizes of the kernels that convolutions read."""
     places = {CONVOLUTIONS[0]: 1, CONVOLUTIONS[1]: 2}
-    found = [node.args[places[node.target]] for node in module.graph.nodes if node.target in places]
-    return [reference_of(one).sizes[2:] for one in found]  # type: ignore[union-attr,arg-type]
+    found = [reference_of(node.args[places[node.target]]) for node in module.graph.nodes if node.target in places]
+    return [one.sizes[2:] if one is not None else () for one in found]
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,8 @@ def assert_learns_the_same(device: Device, kind: Any, where: str, **more: Any) -
     model, x = Small().to(where, **more), torch.randn(4, 3, 2, 2, device=where)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     step = TrainStep(model, torch.sum, optimizer, options=Options(tune="off"), clip_grad_norm=0.5).prepare(x)
-    before = step.engine.recorded  # type: ignore[union-attr]
+    assert step.engine is not None
+    before = step.engine.recorded
     after = fuse(device, before, kind, measure=False, step=lambda name: nullcontext())
     assert max(max(one) for one in read_by_convolutions(before)) == 5
     assert max(max(one) for one in read_by_convolutions(after)) == 2
