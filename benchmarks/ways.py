@@ -204,13 +204,13 @@ def _compiled(case: Case, mode: str = "default", **more: Any) -> Ready:
 
 
 def _aoti(case: Case) -> Ready:
-    """AOTInductor: exported, compiled, loaded, captured by hand."""
-    inductor: Any = importlib.import_module("torch._inductor")
+    """AOTInductor: exported, compiled, loaded without its locks, whose events no capture allows, captured by hand."""
+    inductor, cuda = importlib.import_module("torch._inductor"), case.job.device == "cuda"
     with torch.inference_mode(False), torch.no_grad():
         program = torch.export.export(case.given.model, case.args, case.kwargs)
-        run = inductor.aoti_load_package(inductor.aoti_compile_and_package(program))
+        run = inductor.aoti_load_package(inductor.aoti_compile_and_package(program), run_single_threaded=cuda)
     ready = Ready(run, work_of="exported")
-    return by_hand(ready, case.args, case.kwargs) if case.job.device == "cuda" else ready
+    return by_hand(ready, case.args, case.kwargs) if cuda else ready
 
 
 def _torchscript(case: Case) -> Ready:
