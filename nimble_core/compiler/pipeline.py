@@ -60,7 +60,7 @@ from nimble_core.tracing.signature import Signature
 from nimble_core.tracing.strides import widened
 from nimble_core.utils.errors import CaptureError, NimbleError, first_line
 
-__all__ = ["compile_ahead", "follow", "fuse"]
+__all__ = ["compile_ahead", "convolutions_of_step", "follow", "fuse"]
 
 Step = Callable[[str], AbstractContextManager[Any]]
 Run = Callable[..., Sequence[torch.Tensor]]
@@ -222,7 +222,7 @@ def _rewritten_step(device: Device, recorded: Recorded, decisions: Decisions, *,
         if not (compiled and whole):  # the forward alone converts what it keeps for a backward
             return [lambda: module(*inputs), lambda: turned(*inputs)]
         # The operators between convolutions can decide which layout is faster, and the compiler makes others of them.
-        return [convolutions_alone(one, where, channels_last=one is turned) for one in (module, turned)]
+        return _alone(module, turned, where)
 
     if to_channels_last(turned):
         turned.recompile()
@@ -233,6 +233,20 @@ def _rewritten_step(device: Device, recorded: Recorded, decisions: Decisions, *,
     if device.kind == "cuda":
         pad_products(module, where, decisions, compiled=compiled, constant=False, copied_in=recorded.copied_in)
     return module
+
+
+def convolutions_of_step(recorded: Recorded) -> list[Callable[[], object]]:
+    """Make functions that run the convolutions of a training step alone: as they are, and channels last.
+
+    Returns:
+        Both, or nothing if the step cannot be rewritten channels last.
+    """
+    module, turned = (_lifted_step(recorded, Decisions(), compiled=False) for _ in range(2))
+    return _alone(module, turned, recorded.signature.device) if to_channels_last(turned) else []
+
+
+def _alone(module: fx.GraphModule, turned: fx.GraphModule, where: torch.device) -> list[Callable[[], object]]:
+    return [convolutions_alone(one, where, channels_last=one is turned) for one in (module, turned)]
 
 
 def _lifted_step(recorded: Recorded, decisions: Decisions, *, compiled: bool) -> fx.GraphModule:

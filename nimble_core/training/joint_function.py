@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from nimble_core.compiler.pipeline import convolutions_of_step
 from nimble_core.compiler.to_fx import lift
 from nimble_core.ir.program import Program, TensorRef
 from nimble_core.runtime.device import Device
@@ -110,17 +111,25 @@ def in_better_layout(device: Device, whole: ForwardBackward, joint: Recorded, op
     if device.kind != "cuda" or options.fuse == "none" or options.tune == "off" or not weights:
         return joint
     turned = ForwardBackward(whole.model, whole.leaves, weights)
-    try:
+
+    def recorded() -> Recorded:
         with step("record channels last"):
-            other = record_static(device, turned, joint.signature, strict=True, step=step)
+            return record_static(device, turned, joint.signature, strict=True, step=step)
+
+    try:
+        other = recorded() if options.fuse == "library" else None
         with step("choose layout"), no_autocast(joint.signature.device.type), state_kept(joint):
-            modules = [lift(one.recording) for one in (joint, other)]
-            runs = [partial(module, *joint.signature.tensors) for module in modules]
-            plain_ns, turned_ns = device.call_times_ns(runs)
+            runs: list[Callable[[], object]]
+            if other is not None:
+                runs = [partial(lift(one.recording), *joint.signature.tensors) for one in (joint, other)]
+            else:  # a compiler makes others of the operators between convolutions, which can decide which is faster
+                runs = convolutions_of_step(joint)
+            plain_ns, turned_ns = device.call_times_ns(runs) if runs else (None, None)
+        if plain_ns is None or turned_ns is None or plain_ns <= turned_ns:
+            return joint
+        return other or recorded()
     except Exception:  # of the model, which may ask for a view of what is contiguous no more
         return joint
-    faster = plain_ns is not None and turned_ns is not None and turned_ns < plain_ns
-    return other if faster else joint
 
 
 def turnable(program: Program) -> frozenset[str]:

@@ -140,8 +140,9 @@ class Timed(HostDevice):
         "faster", "slower", "failed", "already", "images", "views",
     ],
 )  # fmt: skip
+@pytest.mark.parametrize("fuse", ["auto", "library"])
 def test_the_layout_is_that_of_the_faster_run(
-    model: nn.Module, times_ns: tuple[float | None, ...], turned: bool
+    model: nn.Module, times_ns: tuple[float | None, ...], turned: bool, fuse: Any
 ) -> None:
     x = images()[0]
     whole = ForwardBackward(model, ())
@@ -150,6 +151,6 @@ def test_the_layout_is_that_of_the_faster_run(
     step = Stopwatch()
     joint = record_static(HostDevice(), whole, Signature(example, {}), strict=True, step=step)
     state = {name: one.clone() for name, one in model.state_dict().items()}
-    found = in_better_layout(Timed(*times_ns), whole, joint, Options(), step)
+    found = in_better_layout(Timed(*times_ns), whole, joint, Options(fuse=fuse), step)
     assert (found is not joint) is turned
     torch.testing.assert_close(dict(model.state_dict()), state, rtol=0, atol=0)
