@@ -8,6 +8,7 @@ takes of that. Without a GPU only latency and throughput are taken: a call retur
 
 from __future__ import annotations
 
+import importlib
 import math
 import statistics
 import time
@@ -24,7 +25,7 @@ WIDE = 1.1  # a median whose interval's ends are further apart is uncertain: its
 LONGER, LONGER_GRAPH = 12, 3  # for so many times as long at most; where graphs are replayed, the host decides less
 PAUSE_S, BATCH = 0.02, 64  # with pauses, looking after each batch
 Act = Callable[[], object]
-Timed = tuple[Act, Act]  # a call without arguments, and what waits until the device has done it
+Timed = tuple[Act, Act, bool]  # a call, what waits until the device has done it, whether its graphs replay without it
 
 
 def take_times(ways: Mapping[str, Timed], *, cuda: bool, seconds: float = 2.0) -> dict[str, dict[str, Any]]:
@@ -39,11 +40,11 @@ def take_times(ways: Mapping[str, Timed], *, cuda: bool, seconds: float = 2.0) -
         if done >= FEWEST[0] and time.perf_counter() - began > seconds * len(ways):
             break
         for name, way in ways.items():
-            pairs[name].append(_pair(*way, rehearse=len(ways) > 1))
+            pairs[name].append(_pair(*way[:2], rehearse=len(ways) > 1))
     if len(ways) == 1 and _uncertain(pairs[name]):
-        longer = LONGER_GRAPH if cuda and _replayed(way[0])[1] else LONGER
+        longer = LONGER_GRAPH if cuda and replayed(way[0])[1] else LONGER
         pairs = {name: _spread(way, longer * seconds)}
-    return {name: _figures(*way, pairs[name], cuda, seconds) for name, way in ways.items()}
+    return {name: _figures(way, pairs[name], cuda, seconds) for name, way in ways.items()}
 
 
 def _uncertain(pairs: Sequence[tuple[float, float]]) -> bool:
@@ -58,7 +59,7 @@ def _spread(way: Timed, seconds: float) -> list[tuple[float, float]]:
     while time.perf_counter() - began < seconds and (len(taken) < SAMPLES or _uncertain(taken)):
         for _ in range(BATCH):
             time.sleep(PAUSE_S)
-            taken.append(_pair(*way, rehearse=True))
+            taken.append(_pair(*way[:2], rehearse=True))
     return taken
 
 
@@ -82,10 +83,9 @@ def _pair(call: Act, synchronize: Act, *, rehearse: bool = False) -> tuple[float
     return (time.perf_counter_ns() - start) / 1e3, (returned - start) / 1e3
 
 
-def _figures(
-    call: Act, synchronize: Act, pairs: Sequence[tuple[float, float]], cuda: bool, seconds: float
-) -> dict[str, Any]:
+def _figures(way: Timed, pairs: Sequence[tuple[float, float]], cuda: bool, seconds: float) -> dict[str, Any]:
     """All samples of a way whose latencies were taken."""
+    call, synchronize, alone = way
     latency, host = zip(*pairs, strict=True)
     calls = max(LEAST_CALLS, min(CALLS, int(BLOCK_S * 1e6 / statistics.median(latency))))
     throughput: list[float] = []
@@ -97,24 +97,19 @@ def _figures(
         return found
     import torch
 
-    replay, graphs = _replayed(call)
+    replay, graphs = replayed(call)
     synchronize()
     found |= {"host_us": host, "graphs": graphs}
-    if graphs:
+    if graphs and alone:
         wait = torch.cuda.synchronize
         found["device_us"] = device_samples(replay, wait, partial(torch.cuda.Event, enable_timing=True), calls)
         found["launch_us"] = tuple(_pair(replay, wait)[1] for _ in pairs)
     return found
 
 
-def _replayed(call: Act) -> tuple[Act, int]:
-    import torch
-
-    return replayed(call, torch.cuda.CUDAGraph)
-
-
-def replayed(call: Act, kind: Any) -> tuple[Act, int]:
+def replayed(call: Act, kind: Any = None) -> tuple[Act, int]:
     """Return a function that replays the graphs of class ``kind`` that ``call`` replays, in order; and their number."""
+    kind = kind or importlib.import_module("torch").cuda.CUDAGraph
     seen: list[Any] = []
     launch = kind.replay
 

@@ -103,7 +103,7 @@ def measured(job: Job, folder: Path) -> Iterator[Record]:
         for group in () if job.warm else groups:
             made |= {way: _prepared(case, way, blank) for way in group if way not in made}
             ready = {way: one for way in group if (one := made[way][0])}
-            calls = {way: (_by_turns(one.run, case), one.synchronize) for way, one in ready.items()}
+            calls = {way: (_by_turns(one.run, case), one.synchronize, one.alone) for way, one in ready.items()}
             try:
                 with next(iter(ready.values())).stance() if len(ready) == 1 else nullcontext():
                     found = take_times(calls, cuda=cuda, seconds=0.1 if job.tiny else 2.0)

@@ -72,8 +72,9 @@ class Ready:
     """A way that can be called with inputs like those it was prepared with.
 
     ``work_of`` says whose work it does ("eager", "traced", "exported", "recorded"; "" of other weights than the
-    model's), ``whole`` whether its CUDA graphs do all that a call does, ``stance`` what it is called under,
-    ``synchronize`` waits for its result, and ``reset`` takes training back to its start and returns the weights.
+    model's), ``whole`` whether its CUDA graphs do all that a call does, ``alone`` whether they can be replayed
+    without one, ``stance`` what it is called under, ``synchronize`` waits for its result, and ``reset`` takes training
+    back to its start and returns the weights.
     """
 
     run: Callable[..., Any]
@@ -83,6 +84,7 @@ class Ready:
     engine: Engine | None = None
     counts: Mapping[str, float] = field(default_factory=dict)
     whole: bool = True
+    alone: bool = True
     stance: Callable[[], AbstractContextManager[Any]] = nullcontext
     synchronize: Callable[[], object] = field(
         default_factory=lambda: torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
@@ -200,7 +202,9 @@ def _compiled(case: Case, mode: str = "default", **more: Any) -> Ready:
     with INDUCTOR_CONFIG.require().patch(freezing="freezing" in more):  # Dynamo asks, before options reach Inductor
         for _ in range(3):
             run(*case.args, **case.kwargs)
-    return Ready(run, work_of="traced")
+    # Graphs that torch captures reuse the memory of their inputs: replays by themselves would read other indices.
+    alone = mode == "default" or all(one.is_floating_point() for one in tensors([*case.args, *case.kwargs.values()]))
+    return Ready(run, work_of="traced", alone=alone)
 
 
 def _aoti(case: Case) -> Ready:
