@@ -108,7 +108,7 @@ def _figures(way: Timed, pairs: Sequence[tuple[float, float]], cuda: bool, secon
 
 
 def replayed(call: Act, kind: Any = None) -> tuple[Act, int]:
-    """Return a function that replays the graphs of class ``kind`` that ``call`` replays, in order; and their number."""
+    """Return a function that replays the graphs, torch's or of class ``kind``, that ``call`` replays; and how many."""
     kind = kind or importlib.import_module("torch").cuda.CUDAGraph
     seen: list[Any] = []
     launch = kind.replay

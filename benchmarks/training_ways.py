@@ -152,7 +152,8 @@ def _stepped(case: Case, mode: str = "", *, captured: bool = False) -> Ready:
     model, optimizer = _model(case, channels_last=captured)
     run = _step(case, model, optimizer, mode)
     run = _captured(case, run) if captured else run
-    return _ready(case, run, model, optimizer, work_of="" if mode else "eager", whole=mode != "reduce-overhead")
+    kept = mode != "reduce-overhead"  # its graphs do without the optimizer, and need a call: labels are indices
+    return _ready(case, run, model, optimizer, work_of="" if mode else "eager", whole=kept, alone=kept)
 
 
 def _step_graph(case: Case) -> Ready:
