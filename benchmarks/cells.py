@@ -234,8 +234,7 @@ def _stacks(search: Search, repeats: int, width: int) -> CellNetwork:
     layers = [(reduction, width // 4, 2), (reduction, width // 2, 2)]
     for stack in range(3):
         layers += [(reduction, width << stack, 2)] * bool(stack) + [(normal, width << stack, 1)] * repeats
-    stem = nn.Sequential(nn.Conv2d(3, 32, 3, 2, bias=False), nn.BatchNorm2d(32))
-    return CellNetwork(stem, None, 32, layers)
+    return CellNetwork(nn.Sequential(nn.Conv2d(3, 32, 3, 2, bias=False), nn.BatchNorm2d(32)), None, 32, layers)
 
 
 def nasnet_a_mobile() -> CellNetwork:

@@ -7,7 +7,7 @@ Two ways that share what was prepared (``ro`` and ``ro-skip``, say) share a proc
 (``--together``) also share one, in turn. What the store holds of this GPU, driver, torch and transformers is not
 measured again, unless ``--again`` names it; what failed is tried again by the next run. A row's anchor, a CUDA graph
 captured by hand, is measured first in every run that measures something of the row: it tells whether times of two runs
-can be compared. SIGTERM ends a run at once; complete records are kept.
+can be compared, and is kept where ours is beside it. SIGTERM ends a run at once; complete records are kept.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _prepared(case: Case, way: str, blank: Record) -> tuple[Ready | None, Record
     start, found = time.perf_counter(), dict[str, Any]()
     try:
         ready = case.made[way] = module.WAYS[way](case)
-        seconds: float | None = time.perf_counter() - start
+        seconds = None if case.job.waits else time.perf_counter() - start
         hits, others, breaks, skips = (now - then for now, then in zip(_compiler_counts(), before, strict=True))
         with ready.stance():
             if not case.job.warm:
@@ -162,7 +162,6 @@ def _prepared(case: Case, way: str, blank: Record) -> tuple[Ready | None, Record
     said = (f"graph breaks: {breaks}",) * bool(breaks) + ("Inductor skipped CUDA graphs",) * bool(skips)
     found["notes"] = (*ready.notes, *(() if way in OURS else said), *found.get("notes", ()))
     about = {name: getattr(ready, name) for name in ("chosen", "whole", "work_of", "counts")}
-    seconds = None if case.job.waits else seconds
     return ready, replace(record, prepare_s=seconds, compile_cache=cache, **about, **found)
 
 
@@ -183,10 +182,6 @@ def _packages() -> dict[str, str]:
     return {**found, "nimble": f"{nimble_core.__version__}+{sha256(sources).hexdigest()[:10]}"}
 
 
-def _now() -> str:
-    return time.strftime("%FT%TZ", time.gmtime())
-
-
 def plan(
     names: Sequence[str], anchor: str, held: Mapping[tuple[str, bool], Record], again: Sequence[str], run: str,
     *, together: bool = False, retrying: bool = False,
@@ -205,6 +200,10 @@ def plan(
     failing = {way for (way, shared), one in held.items() if one.error and not shared}
     sharing = tuple(way for way in names if way not in _EXTRA and way not in failing)
     return jobs + [(sharing, True)] * (together and any(due(way, True) for way in sharing))
+
+
+def _now() -> str:
+    return time.strftime("%FT%TZ", time.gmtime())
 
 
 @dataclass(slots=True)
@@ -281,8 +280,8 @@ class Runner:
                 records = map(msgspec.json.Decoder(Record).decode, texts.get("records", b"").split(b"\n")[:-1])
                 yield list(records), "" if code == 0 else ": ".join([ended, *said[-1:]])[:400]
 
-    def measure(self, row: models.Row, names: tuple[str, ...], anchor: str, together: bool) -> None:
-        """Measure ways in one process, and keep what comes of it, failures too."""
+    def measure(self, row: models.Row, names: tuple[str, ...], anchor: str, together: bool, *, ours: bool) -> None:
+        """Measure ways in one process, and keep what comes of it, failures too; its anchor beside ours only."""
         start, slow = time.monotonic(), 3 if together else 4 if "max-autotune" in names else 1
         job = replace(self.blank, row=row.name, ways=names, together=together)
         if (told := next(self.do([job], slow * self.given.row_s), None)) is None:
@@ -292,7 +291,7 @@ class Runner:
         done = {way: replace(lost, way=way) for way in names if not self.stopped} | {one.way: one for one in records}
         if anchor in done:
             before, medians = self.held.get(done[anchor].key), done[anchor].medians
-            change = (moved(medians, before.medians) if before else None) or 0.0
+            change = (before and moved(medians, before.medians)) or 0.0
             note = f"anchor moved {change:+.1%} since {before.date}" if before and abs(change) > ANCHOR_BOUND else ""
             self.anchors[row.name, together] = medians, note
         medians, note = self.anchors.get((row.name, together), ({}, ""))
@@ -300,7 +299,8 @@ class Runner:
         about: Any = {name: getattr(row, name) for name in ("title", "dtype", "batch", "training")}
         for one in done.values():
             notes = (*one.notes, note) if note and one.way in OURS else one.notes
-            self.held[one.key] = replace(one, anchor=medians, spent_s=spent_s, notes=notes, **about)
+            if ours or one.way != anchor or one.key not in self.held or self.held[one.key].error:
+                self.held[one.key] = replace(one, anchor=medians, spent_s=spent_s, notes=notes, **about)
             said = one.error or " / ".join(f"{name.removesuffix('_us')} {us:.1f}" for name, us in one.medians.items())
             print(f"{row.name:20} {'together ' * together}{one.way:14} {said}  {spent_s:.0f} s", flush=True)
         write(self.given.out, self.held.values())
@@ -335,9 +335,11 @@ class Runner:
         for picked in self.given.cache.rglob("*.best_config") if ahead else ():
             picked.unlink(missing_ok=True)  # chosen by timing while others were running
         for name, units in jobs.items():
+            anchor, asked = self._anchor(rows[name]), self.given.again.split(",")
+            ours = anchor in asked or any(way in OURS for unit, _ in units for way in unit)
             for unit, shared in units:
                 if not self._late():
-                    self.measure(rows[name], unit, self._anchor(rows[name]), shared)
+                    self.measure(rows[name], unit, anchor, shared, ours=ours)
 
 
 def run(given: argparse.Namespace) -> int:
@@ -354,7 +356,7 @@ def run(given: argparse.Namespace) -> int:
     blank = Job(given.run or _now(), given.models, given.device, given.tiny, given.budget)
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder:
         held = {one.key: one for one in read(given.out)}
-        runner = Runner(given, blank, Path(folder), held, Record("", "", False, blank.run), given.start)
+        runner = Runner(given, blank, Path(folder), held, Record("", "", False, blank.run))
         signal.signal(signal.SIGTERM, lambda *_: setattr(runner, "stopped", True))
         try:
             told, ended = next(runner.do([blank], given.row_s), ([], ""))
@@ -395,7 +397,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--budget", type=float, default=60.0, help="Options.budget_s of ours; 60 is what users get")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--tiny", action="store_true", help="small models and few samples, to try the runner")
-    add("--start", choices=("fork", "spawn"), default="fork", help="how processes begin: spawn imports all anew")
     add("--show", action="store_true", help="only print what the store says")
     add("--floor", type=float, default=0.0, help="exit status 1 where ours is decidedly below this of a peer")
     add("--models", default="benchmarks.models", help=argparse.SUPPRESS)

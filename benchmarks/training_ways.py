@@ -162,8 +162,7 @@ def _step_graph(case: Case) -> Ready:
     for group in optimizer.param_groups:  # Inductor fuses what is written out
         group.update(fused=False, foreach=True)
     _step(case, model, optimizer)(*case.args)  # makes the optimizer's state
-    run = _step(case, model, optimizer, whole=True)
-    return _ready(case, _captured(case, run), model, optimizer)
+    return _ready(case, _captured(case, _step(case, model, optimizer, whole=True)), model, optimizer)
 
 
 def _graphed(case: Case) -> Ready:

@@ -73,8 +73,8 @@ class Ready:
 
     ``work_of`` says whose work it does ("eager", "traced", "exported", "recorded"; "" of other weights than the
     model's), ``whole`` whether its CUDA graphs do all that a call does, ``alone`` whether they can be replayed
-    without one, ``stance`` what it is called under, ``synchronize`` waits for its result, and ``reset`` takes training
-    back to its start and returns the weights.
+    without one, ``stance`` what it is called under, ``synchronize`` waits for its result, ``reset`` takes training back
+    to its start and returns the weights, and ``kept`` owns memory that its graphs use.
     """
 
     run: Callable[..., Any]
@@ -90,6 +90,7 @@ class Ready:
         default_factory=lambda: torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
     )
     reset: Callable[[], list[torch.Tensor]] = list
+    kept: object = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +194,7 @@ def by_hand(ready: Ready, args: Iterable[Any], kwargs: Mapping[str, Any], *, sta
         graph.replay()
         return out if static else [one.clone() for one in outputs]
 
-    return replace(ready, run=call)
+    return replace(ready, run=call, kept=ready.run)  # a package frees its weights with its last reference
 
 
 def _compiled(case: Case, mode: str = "default", **more: Any) -> Ready:

@@ -76,6 +76,11 @@ def test_a_run_keeps_every_way_alone_and_together_and_notes_failures(tmp_path):
     assert runs == {"eager": "c", "ours": "c", "ours-static": "c"}, "and the anchor beside ours"
     assert {key: one for key, one in third.items() if key[2]} == {key: one for key, one in second.items() if key[2]}
 
+    fourth = ran(tmp_path, "mlp", "--ways", "eager,torchscript", "--together", 0, "--run", "d")
+    assert fourth["mlp", "torchscript", False].run == "d"
+    assert fourth["mlp", "torchscript", False].anchor, "another peer knows its own anchor"
+    assert fourth["mlp", "eager", False] == third["mlp", "eager", False], "which stays the one beside ours"
+
 
 @pytest.mark.slow
 def test_what_compiles_waits_for_its_turn_before_it_is_timed(tmp_path):
