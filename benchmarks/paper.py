@@ -194,7 +194,7 @@ def preparation(rows: Rows) -> str:
 
 def hosts(rows: Rows) -> str:
     """Idle share of eager, host time a call, and the speed over eager that hosts of other speeds would show."""
-    heads = ["model", "host, µs a call", "calls", "product, µs", "device time, µs", "GPU idle in eager", "measured"]
+    heads = ["model", "host, µs a call", "calls", "host time, µs", "device time, µs", "GPU idle in eager", "measured"]
     found = []
     for training in (False, True):
         for title, ways in _of(rows, training=training):
@@ -211,10 +211,10 @@ def _reason(ways: Ways, way: str, here: float, published: float) -> str:
     share, each = idle(ways), host(ways)
     if share is None or each is None:
         return "not known: no device or host time"
-    said = f"the GPU idles {share:.0%} of eager, whose host takes {each[0]:.1f} µs a call"
+    said = f"the GPU idles for {share:.0%} of eager's time, whose host takes {each[0]:.1f} µs a call"
     if here < published:
         taken = median_of(ways, way, "latency_us") or 0.0
-        said += f"; a host of {published * taken / each[1]:.1f} µs a call would show what was published"
+        said += f"; what was published shows from {published * taken / each[1]:.1f} µs a call on"
     return said
 
 
@@ -272,7 +272,7 @@ def _others(rows: Rows) -> Iterable[list[str]]:
     if plans := [ways["streams"].counts for _, ways in _of(rows, training=False, way="streams")]:
         more = sum(max(0, max(one["planned"], one.get("emitted", 0)) - one["edges"] + one["matched"]) for one in plans)
         saved = sum(one["full"] for one in plans) / max(1, sum(one["planned"] for one in plans))
-        here = f"{more:.0f} more than the fewest; {saved:.2f} times fewer than on every hazard"
+        here = f"{more:.0f} more than the fewest; waits on every hazard: {saved:.2f} times as many"
         yield ["the fewest synchronisations", "proved", here, "holds" if more == 0 else "holds less",
                f"counted on the plans, and on {sum('emitted' in one for one in plans)} captured graphs"]  # fmt: skip
     small = [one.value for name, ways in rows.items() if name in PUBLISHED and (one := over(ways, "drop-in-several"))]
@@ -282,7 +282,7 @@ def _others(rows: Rows) -> Iterable[list[str]]:
             least = geometric_mean(small)
             less = "holds" if gain.high <= least else "does not hold" if gain.low > least else "undecided"
             said = less if few else judged(gain, ACROSS)
-            what = "gains less than CIFAR-10 training" if few else "gains, of small kernels"
+            what = "gains less than CIFAR-10 training" if few else "gains"
             here = speed(rows[name], "drop-in-several", ends=said == "undecided")
             yield [f"{ROWS[name].title}, batch {ROWS[name].batch}, {what}", "drawn, no figure", here, said,
                    _reason(rows[name], "", gain.value, 0)]  # fmt: skip

@@ -8,6 +8,7 @@ next process, which finds what the first has kept. What is timed begins when mod
 eager has run once, and ends with outputs: of the first call of ours, of the third of ``torch.compile``, whose first
 compiles and whose second records (on CUDA in mode ``reduce-overhead``). *Ours first* ends where
 ``prepare(..., background=True)`` returns; *ours compiled* is ``fuse="inductor"``. On the host torch has one thread.
+The file's other rows are kept, with their dates.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import pandas
 import torch
 from torch import nn
 
-from benchmarks.common import in_process, markdown, options, write
+from benchmarks.common import held, in_process, markdown, options, write
 from benchmarks.models import ROWS, Inference, Inputs, load
 from nimble_core import Nimble, Options
 from nimble_core.profiling.machine import environment
@@ -57,11 +58,12 @@ def main() -> None:
         row, way = given.child.split("/")
         print(json.dumps(measured(row, way, given.device)))
         return
-    stamp, taken = environment(given.device), list[dict[str, Any]]()
-    for row in (given.rows or DEFAULT_ROWS[given.device]).split():
+    stamp, rows = environment(given.device), (given.rows or DEFAULT_ROWS[given.device]).split()
+    taken = [one for one in held(given.out).get("samples", ()) if one["row"] not in rows]
+    for row in rows:
         for way in WAYS[given.device]:
             for _ in range(given.rounds):
-                taken += both_starts(row, way, given.device)
+                taken += [{**one, "date": stamp.date} for one in both_starts(row, way, given.device)]
         write(given.out, {"samples": taken}, stamp)
     print(table(taken))
 

@@ -40,7 +40,7 @@ from torch.utils._pytree import tree_map
 import nimble_core
 from benchmarks import models, training_ways, ways
 from benchmarks.measure import WARM_UPS, block, take_times
-from benchmarks.store import ANCHOR_BOUND, OURS, Record, losses, moved, read, summary, write
+from benchmarks.store import OURS, Record, losses, read, summary, write
 from benchmarks.ways import Case, Job, Ready
 from nimble_core.profiling.machine import environment, finish
 from nimble_core.torch_compat.compiler import COUNTERS, INDUCTOR_CONFIG
@@ -186,15 +186,14 @@ def plan(
     names: Sequence[str], anchor: str, held: Mapping[tuple[str, bool], Record], again: Sequence[str], run: str,
     *, together: bool = False, retrying: bool = False,
 ) -> list[tuple[tuple[str, ...], bool]]:  # fmt: skip
-    """Ways of a row to measure, process by process, and whether these are timed in turn; the anchor first."""
+    """Ways of a row to measure, process by process, and whether these are timed in turn; an ``anchor`` first."""
 
     def due(way: str, shared: bool) -> bool:
         one = held.get((way, shared))
         return one is None or (one.run != run and (way in again or (retrying and bool(one.error))))
 
-    alone, beside = [way for way in names if due(way, False)], held.get((anchor, False))
-    if alone and not retrying and (beside is None or beside.run != run):
-        alone = [anchor, *(way for way in alone if way != anchor)]
+    if alone := [way for way in names if due(way, False)]:
+        alone = [*filter(None, [anchor]), *(way for way in alone if way != anchor)]
     units = dict.fromkeys(next((unit for unit in _TWINS if way in unit), (way,)) for way in alone)
     jobs = [(tuple(way for way in unit if way in alone), False) for unit in units]
     failing = {way for (way, shared), one in held.items() if one.error and not shared}
@@ -217,7 +216,7 @@ class Runner:
     machine: Record
     method: str = "fork"
     stopped: bool = False
-    anchors: dict[tuple[str, bool], tuple[Mapping[str, float], str]] = field(default_factory=dict)
+    anchors: dict[tuple[str, bool], Record] = field(default_factory=dict)
     running: list[Any] = field(default_factory=list)
     waiting: dict[tuple[str, tuple[str, ...]], Any] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
@@ -280,8 +279,8 @@ class Runner:
                 records = map(msgspec.json.Decoder(Record).decode, texts.get("records", b"").split(b"\n")[:-1])
                 yield list(records), "" if code == 0 else ": ".join([ended, *said[-1:]])[:400]
 
-    def measure(self, row: models.Row, names: tuple[str, ...], anchor: str, together: bool, *, ours: bool) -> None:
-        """Measure ways in one process, and keep what comes of it, failures too; its anchor beside ours only."""
+    def measure(self, row: models.Row, names: tuple[str, ...], anchor: str, together: bool) -> None:
+        """Measure ways in one process, and keep what comes of it, failures too; an anchor only beside ours."""
         start, slow = time.monotonic(), 3 if together else 4 if "max-autotune" in names else 1
         job = replace(self.blank, row=row.name, ways=names, together=together)
         if (told := next(self.do([job], slow * self.given.row_s), None)) is None:
@@ -289,18 +288,18 @@ class Runner:
         records, ended = told
         lost = replace(self.machine, row=row.name, together=together, error=ended or "no record", date=_now())
         done = {way: replace(lost, way=way) for way in names if not self.stopped} | {one.way: one for one in records}
-        if anchor in done:
-            before, medians = self.held.get(done[anchor].key), done[anchor].medians
-            change = (before and moved(medians, before.medians)) or 0.0
-            note = f"anchor moved {change:+.1%} since {before.date}" if before and abs(change) > ANCHOR_BOUND else ""
-            self.anchors[row.name, together] = medians, note
-        medians, note = self.anchors.get((row.name, together), ({}, ""))
         spent_s = round((time.monotonic() - start) / len(names), 2)
         about: Any = {name: getattr(row, name) for name in ("title", "dtype", "batch", "training")}
-        for one in done.values():
-            notes = (*one.notes, note) if note and one.way in OURS else one.notes
-            if ours or one.way != anchor or one.key not in self.held or self.held[one.key].error:
-                self.held[one.key] = replace(one, anchor=medians, spent_s=spent_s, notes=notes, **about)
+        for one in sorted(done.values(), key=lambda one: one.way != anchor):
+            if one.way == anchor:
+                self.anchors[row.name, together] = replace(one, anchor=one.medians, spent_s=spent_s, **about)
+            beside = self.anchors.get((row.name, together))
+            record = replace(one, anchor=beside.medians if beside else {}, spent_s=spent_s, **about)
+            ours = "ours" if replace(one, way="ours").key in self.held else one.way
+            if beside and one.way in OURS and one.way == ours and not (one.error or beside.error):
+                self.held[beside.key] = beside
+            if one.way != anchor or one.key not in self.held or self.held[one.key].error:
+                self.held[one.key] = record
             said = one.error or " / ".join(f"{name.removesuffix('_us')} {us:.1f}" for name, us in one.medians.items())
             print(f"{row.name:20} {'together ' * together}{one.way:14} {said}  {spent_s:.0f} s", flush=True)
         write(self.given.out, self.held.values())
@@ -313,7 +312,8 @@ class Runner:
         here = (row.name, self.machine.place)
         held = {(way, shared): one for (name, way, shared, place), one in self.held.items() if (name, place) == here}
         again = [way for name in self.given.again.split(",") for way in (OURS if name == "ours" else (name,))]
-        return plan(names, self._anchor(row), held, again, self.blank.run, together=together, retrying=retrying)
+        anchor = "" if (row.name, False) in self.anchors else self._anchor(row)
+        return plan(names, anchor, held, again, self.blank.run, together=together, retrying=retrying)
 
     def _anchor(self, row: models.Row) -> str:
         own: str = self.given.anchor or _MODULES[row.training].ANCHOR
@@ -335,11 +335,9 @@ class Runner:
         for picked in self.given.cache.rglob("*.best_config") if ahead else ():
             picked.unlink(missing_ok=True)  # chosen by timing while others were running
         for name, units in jobs.items():
-            anchor, asked = self._anchor(rows[name]), self.given.again.split(",")
-            ours = anchor in asked or any(way in OURS for unit, _ in units for way in unit)
             for unit, shared in units:
                 if not self._late():
-                    self.measure(rows[name], unit, anchor, shared, ours=ours)
+                    self.measure(rows[name], unit, self._anchor(rows[name]), shared)
 
 
 def run(given: argparse.Namespace) -> int:
@@ -356,7 +354,7 @@ def run(given: argparse.Namespace) -> int:
     blank = Job(given.run or _now(), given.models, given.device, given.tiny, given.budget)
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder:
         held = {one.key: one for one in read(given.out)}
-        runner = Runner(given, blank, Path(folder), held, Record("", "", False, blank.run))
+        runner = Runner(given, blank, Path(folder), held, Record("", "", False, blank.run), given.start)
         signal.signal(signal.SIGTERM, lambda *_: setattr(runner, "stopped", True))
         try:
             told, ended = next(runner.do([blank], given.row_s), ([], ""))
@@ -397,6 +395,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--budget", type=float, default=60.0, help="Options.budget_s of ours; 60 is what users get")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--tiny", action="store_true", help="small models and few samples, to try the runner")
+    add("--start", choices=("fork", "spawn"), default="fork", help="how processes begin: spawn imports all anew")
     add("--show", action="store_true", help="only print what the store says")
     add("--floor", type=float, default=0.0, help="exit status 1 where ours is decidedly below this of a peer")
     add("--models", default="benchmarks.models", help=argparse.SUPPRESS)

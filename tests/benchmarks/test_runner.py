@@ -40,13 +40,14 @@ def test_everything_is_due_at_first_and_what_is_missing_later_beside_the_anchor(
     everything = held(*NAMES) | held(*NAMES, together=True)
     assert plan(NAMES, "fr-graph", everything, (), "2", together=True) == []
     assert plan(NAMES, "fr-graph", held(*NAMES[:3]), (), "2") == [alone[0], *alone[2:]]
-    assert plan(NAMES, "fr-graph", held(*NAMES[:3], run="2"), (), "2") == alone[2:]
+    assert plan(NAMES, "", held(*NAMES[:3]), (), "2") == alone[2:], "its anchor was measured already"
 
 
 def test_what_failed_is_retried_by_a_later_run_alone_and_stays_out_of_shared_processes():
     failed = held(*NAMES) | held("eager", error="no")
     assert plan(NAMES, "fr-graph", failed, (), "2") == []
-    assert plan(NAMES, "fr-graph", failed, (), "2", retrying=True) == [(("eager",), False)]
+    assert plan(NAMES, "", failed, (), "2", retrying=True) == [(("eager",), False)]
+    assert plan(NAMES, "fr-graph", failed, (), "2", retrying=True) == [(("fr-graph",), False), (("eager",), False)]
     assert plan(NAMES, "fr-graph", failed, (), "1", retrying=True) == []
     assert plan(NAMES, "fr-graph", failed, (), "2", together=True) == [(("fr-graph", *OURS), True)]
 
