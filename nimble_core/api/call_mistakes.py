@@ -48,7 +48,12 @@ def mistakes_explained(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterat
         yield
     except (TypeError, AttributeError, InputError) as error:
         missing = "prepare(x, y), compare(model, x, y)" if "forward() missing" in str(error) else ""
-        fix = _input_hint(args, kwargs) or (missing and f"pass an example of each input: {missing}")
+        # Errors of the model itself name neither its call nor what an input is.
+        kinds = {type(one).__name__ for one in (*args, *kwargs.values()) if not torch.is_tensor(one)}
+        blamed = isinstance(error, InputError) or any(one in str(error) for one in ("forward()", *kinds))
+        fix = (blamed and _input_hint(args, kwargs)) or (missing and f"pass an example of each input: {missing}")
+        if "unexpected keyword argument" in str(error) and any(isinstance(one, Mapping) for one in args):
+            fix = "TrainStep passes what a dict holds by name: prepare((x,), y) passes the dict"
         if not fix or (isinstance(error, InputError) and not error.what.startswith("no tensor")):
             raise
         what = error.what if isinstance(error, InputError) else f"the model does not take these: {first_line(error)}"
@@ -99,12 +104,13 @@ def unprepared_call(
     why = (here or in_mode)[0].signature.explain(args, kwargs)
     different = list(dict.fromkeys(str(one.signature) for one in in_mode))  # under another autocast listed once
     listed = "; ".join([*different[:_LISTED], *([f"and {len(different) - _LISTED} more"] * (len(different) > _LISTED))])
+    more = ", training=True" * any(one.backward is not None for one in in_mode)
     return InputError(
         f"no engine is prepared for these inputs: {why}",
         where=f"prepared: {listed}",
         fix=(": expected a tensor, given" in why and _input_hint(args, kwargs))
         or (not (args or kwargs) and "call it with the inputs: net(x)")
-        or f"prepare(...) for them as well, or {_OTHER_ANSWERS}",
+        or f"prepare(...{more}) for them as well, or {_OTHER_ANSWERS}",
     )
 
 

@@ -345,7 +345,7 @@ class Nimble(WrappedModule):
     def extra_repr(self) -> str:
         """Engines, one a line."""
         return "\n".join(
-            f"prepared: {engine.signature}; {engine.schedule.policy}, {engine.schedule.streams} streams"
+            f"prepared: {engine.signature}; {engine.schedule.policy}, streams={engine.schedule.streams}"
             for engine in self._engines
         )
 

@@ -201,7 +201,7 @@ def check_static(first: Recording, second: Recording) -> None:
         )
 
 
-_BRANCH = "remove the branch on data or random state, or prepare only the static part"
+_BRANCH = "remove what differs: a branch on data, numbers drawn by Python or numpy; or prepare only the static part"
 _POSITION = (
     "index with a tensor (index_select, gather, index_copy_), or choose with torch.where, instead of by a number or a "
     "branch that Python takes from data"

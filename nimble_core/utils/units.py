@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 __all__ = ["format_bytes", "format_count", "format_ns", "format_percent", "format_ratio"]
 
 
@@ -22,8 +24,8 @@ def format_bytes(nbytes: float) -> str:
 
 
 def format_ratio(value: float) -> str:
-    """Format a speed ratio: ``"2.31x"``."""
-    return f"{value:.2f}x"
+    """Format a speed ratio: ``"2.31x"``, ``"<0.01x"``, ``">1000x"``."""
+    return "<0.01x" if 0 < value < 0.005 else ">1000x" if 1000 < value < math.inf else f"{value:.2f}x"
 
 
 def format_percent(share: float) -> str:

@@ -289,7 +289,7 @@ def _faster_runs(report: ReportData, run: str, now: float) -> Iterator[Change]:
 
 def inputs_of(report: ReportData) -> str:
     """Write the inputs of a call, to be pasted: ``x``, or what stands for several."""
-    return "*args" if len(report.program.inputs) > 1 and not trains(report) else "x"
+    return report.given or ("*args" if len(report.program.inputs) > 1 and not trains(report) else "x")
 
 
 def _code_of(report: ReportData, name: str) -> str:

@@ -42,7 +42,8 @@ def candidates(report: ReportData) -> dict[str, Any] | None:
         ],
         [_row(report, one, single) for one in tried],
         about="Captured while preparing, compared with eager, and timed in turn. Prepared in: making the kernels and "
-        "capturing; break-even: after so many calls, against eager. A plan whose outputs differ cannot be chosen.",
+        "capturing; break-even: after so many calls the whole preparation, choosing included, is won back over eager. "
+        "A plan whose outputs differ cannot be chosen.",
         below=[
             _folded([one for one in rest if one.note == note]) for note in dict.fromkeys(one.note for one in rest)
         ],
@@ -66,7 +67,7 @@ def _row(report: ReportData, one: Candidate, single: Candidate | None) -> dict[s
     wrong = check is not None and check.differs
     base = single.measurement if single and single.name != one.name and not wrong else None
     over = ratio(taken, base) if taken and base else None
-    cost_s = one.fuse_s + one.capture_s
+    cost_s, whole_s = one.fuse_s + one.capture_s, sum(step.seconds for step in report.preparation)
     size = f"{plural(one.streams, 'stream')}, {plural(one.syncs, 'sync')}" if one.streams else ""
     tags = [("chosen", "good")] * one.chosen + [("unstable", "bad")] * (taken is not None and not taken.stable)
     outputs = "not compared" if check is None else "differ" if wrong else "equal" if check.passed else "not shown"
@@ -75,7 +76,7 @@ def _row(report: ReportData, one: Candidate, single: Candidate | None) -> dict[s
         format_ns(taken.median_ns) if taken else "",
         ratio_cell(over),
         format_ns(cost_s * 1e9) if cost_s else "",
-        "" if wrong else _pays(_over_eager(report, one), cost_s, report.measurement("eager")),
+        "" if wrong else _pays(_over_eager(report, one), max(cost_s, whole_s), report.measurement("eager")),
         format_ns(one.simulated_ns) if one.simulated_ns else "",
         format_bytes(one.nbytes) if one.nbytes else "",
         cell(outputs, f"error {error_text(check.error)}" if check else "", "good" * (outputs == "equal")),

@@ -276,7 +276,8 @@ def ratio_figures(ratio: Ratio) -> tuple[str, str]:
 
 def interval_text(low: float, high: float) -> str:
     """Format an interval of ratios: ``"[1.76, 1.85]"``."""
-    return f"[{low:.2f}, {high:.2f}]" if low > 0 and math.isfinite(high) else "too few samples"
+    ends = f"[{format_ratio(low)[:-1]}, {format_ratio(high)[:-1]}]"
+    return ends if low > 0 and math.isfinite(high) else "too few samples"
 
 
 def share_rows(parts: Iterable[tuple[str, float, str]], *, zeros: bool = False) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ from nimble_viz.report.data import ReportData
 __all__ = ["tiles", "verdict"]
 
 _ORDER = ("host", "device", "input")
-_STEP = "x, target=y, loss_fn=loss_fn, optimizer=optimizer, training=True"
+_STEP = ", target=y, loss_fn=loss_fn, optimizer=optimizer, training=True"
 _WHAT_COMPARE_SAYS = (
     "compare runs the code as it is and prepared, in turn, checks that outputs are equal, and says which is faster, "
     "with an interval"
@@ -175,7 +175,10 @@ def _next(report: ReportData) -> dict[str, Any]:
         return _step("Nothing: the model makes no call that a device runs.", "")
     if over is None:
         what = "Find what keeps the model from being prepared" if not wrong_runs(report) else "Find what differs"
-        return _step(f"{what}: diagnose names each line and its remedy.", _DIAGNOSE.format(inputs_of(report)))
+        return _step(
+            f"{what}: diagnose names each line and its remedy.",
+            _DIAGNOSE.format(inputs_of(report).replace("**kwargs", "kwargs=kwargs")),
+        )
     if not report.complete:
         return _step("Measure again to the end: this run was interrupted.", _compare(report))
     check = next((one for one in report.checks if one.name == name), None)
@@ -222,7 +225,8 @@ def _step(sentence: str, code: str, more: str = "") -> dict[str, Any]:
 
 def _compare(report: ReportData, more: str = "") -> str:
     phases = report.overhead.phases if report.overhead else ()
-    given = _STEP if trains(report) or any(one.phase == "backward" for one in phases) else inputs_of(report)
+    step = _STEP if trains(report) or any(one.phase == "backward" for one in phases) else ""
+    given = inputs_of(report).replace("**kwargs", "kwargs=kwargs") + step
     imports = "Options, compare" if "Options" in more else "compare"
     return f"from nimble_viz import {imports}\nreport = compare(model, {given}{more and ', '}{more})"
 
@@ -231,7 +235,7 @@ def _use(report: ReportData) -> str:
     if not trains(report):
         return f"{PREPARE}Nimble(model).prepare({inputs_of(report)}, plan=report.plan)"
     if not any(call.phase == "optimizer" for call in report.program.calls):
-        return f"{PREPARE}Nimble(model).prepare(x, training=True)"
+        return f"{PREPARE}Nimble(model).prepare({inputs_of(report)}, training=True)"
     made = "step = TrainStep(model, loss_fn, optimizer)\nstep.prepare(x, y, plan=report.plan)"
     return f"from nimble_core import TrainStep\n{made}"
 

@@ -85,6 +85,7 @@ def compare(
     require_options(options)
     model, named = original(model), keyword_inputs(kwargs)
     stepping: Training | None = None
+    given = ", ".join(["*args" if len(args) > 1 else "x"] * bool(args) + ["**kwargs"] * bool(named))
     if training:
         check_inputs(model, args, named)
         stepping = Training(model, args, named, **step)
@@ -92,7 +93,9 @@ def compare(
     with mistakes_explained(args, named):
         signature = check_inputs(model, args, named)
     eager = EagerRuns(model, args, named, stepping)
-    return _measured(Comparison(eager, signature, device or device_for(signature.device), options, peers), progress)
+    comparison = Comparison(eager, signature, device or device_for(signature.device), options, peers)
+    comparison.findings.given = given
+    return _measured(comparison, progress)
 
 
 def _measured(run: Comparison, progress: Progress | None) -> Report:

@@ -86,6 +86,7 @@ class Findings:
     interrupted: bool = False
     others: list[int] = field(default_factory=list)
     processors: Multiprocessors | None = None
+    given: str = ""
 
     def is_replay(self, name: str) -> bool:
         """Say whether an engine runs the calls of the report's program, not others for comparison."""
@@ -132,6 +133,7 @@ class Findings:
             complete=not self.interrupted,
             work=count_work(own, eager if replaced else None, self.processors),
             sources=read_sources(eager.program.calls),
+            given=self.given,
         )
 
     def _chosen(self) -> str:

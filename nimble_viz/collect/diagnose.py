@@ -45,8 +45,8 @@ from nimble_viz.render.diagnosis import Blocker, Diagnosis
 __all__ = ["diagnose"]
 
 _TORCH = (f"{Path(torch.__file__).parent}/", "<frozen ")
-_OURS = [Path(str(sys.modules[name].__file__)).parent for name in ("nimble_core", "nimble_viz")]
-_LIBRARIES = (*_TORCH, *(f"{place}/" for place in (*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), *_OURS)))
+_OURS = tuple(f"{Path(str(sys.modules[name].__file__)).parent}/" for name in ("nimble_core", "nimble_viz"))
+_LIBRARIES = (*_TORCH, *(f"{place}/" for place in map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))), *_OURS)
 _RUNS = record.__code__, run_preserved.__code__
 
 _READ, _BRANCH, _LIST, _SHAPE = "values-read-with-item", "branch-on-a-tensor", "lists-and-numpy", "data-dependent-shape"
@@ -297,10 +297,15 @@ class _Found:
     def _place(self, frame: FrameType) -> dict[str, Any]:
         """Return module, file, line and code of the user's innermost line, and the library line it leads to."""
         around = (one for one, _ in walk_stack(frame))
-        frames = list(takewhile(lambda one: one.f_code not in _RUNS, around))
+        frames = [
+            one
+            for one in takewhile(lambda one: one.f_code not in _RUNS, around)
+            if not one.f_code.co_filename.startswith(_OURS)
+        ]
         outside = [one for one in frames if not one.f_code.co_filename.startswith(_TORCH)]
         own = [one for one in outside if not one.f_code.co_filename.startswith(_LIBRARIES)]
-        own = own or [one for one in outside if one.f_code.co_filename in self._own] or outside or frames
+        own = own or [one for one in outside if one.f_code.co_filename in self._own] or outside
+        own = own or [one for one in frames if id(one.f_locals.get("self")) in self._paths] or frames
         if not own:
             return {}
         at, inner = own[0], (outside or own)[0]

@@ -361,6 +361,7 @@ class ReportData:
             was not at hand.
         warnings: everything the reader should know before believing a figure.
         complete: False if the run was interrupted and this is what there was.
+        given: how the call's inputs were given, to be pasted: ``"x"``, ``"*args, **kwargs"``; empty in older files.
         schema_version: of the file format.
     """
 
@@ -390,6 +391,7 @@ class ReportData:
     sampling: Sampling | None = None
     work: Work | None = None
     sources: tuple[SourceLines, ...] = ()
+    given: str = ""
 
     @property
     def eager_calls(self) -> tuple[Call, ...]:

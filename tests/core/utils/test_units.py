@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nimble_core.utils.units import format_bytes, format_ns
+from nimble_core.utils.units import format_bytes, format_ns, format_ratio
 
 NS = {"ns": 1.0, "µs": 1e3, "ms": 1e6, "s": 1e9}
 BYTES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -17,6 +17,16 @@ BYTES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 )  # fmt: skip
 def test_times(ns: float, text: str) -> None:
     assert format_ns(ns) == text
+
+
+def test_ratios_that_say_nothing_are_not_figures() -> None:
+    assert [format_ratio(one) for one in (0.004, 0.01, 2.314, 999.0, 1e5)] == [
+        "<0.01x",
+        "0.01x",
+        "2.31x",
+        "999.00x",
+        ">1000x",
+    ]
 
 
 @given(st.floats(1, 1e13))

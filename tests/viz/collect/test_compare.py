@@ -14,6 +14,7 @@ from nimble_core.ir.timeline import Observation
 from nimble_core.runtime.fake import FakeDevice
 from nimble_core.scheduling.options import Options
 from nimble_core.utils.errors import CaptureError, InputError, NimbleWarning, NotStaticError
+from nimble_viz.analysis.advice import inputs_of
 from nimble_viz.collect.compare import compare
 from nimble_viz.collect.progress import Progress
 from nimble_viz.render.report import Report
@@ -351,3 +352,15 @@ def test_a_model_that_cannot_be_split_says_so() -> None:
     assert "launch" not in said
     assert "the model is called as it is: " in " ".join(plain_text(report, full=True).split())
     assert all(check.passed for check in report.checks)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "given"),
+    [((X,), {}, "x"), ((X, X), {}, "*args"), ((), {"x": X, "y": X}, "**kwargs"), ((X,), {"y": 2.0}, "x, **kwargs")],
+)
+def test_what_is_to_be_pasted_has_all_inputs(args: Any, kwargs: Any, given: str) -> None:
+    def scaled(x: torch.Tensor, y: Any = 1.0) -> torch.Tensor:
+        return x.relu() * y
+
+    report = compare(scaled, *args, kwargs=kwargs, device=FakeDevice(), options=Options(fuse="none", tune="off"))
+    assert inputs_of(report) == given

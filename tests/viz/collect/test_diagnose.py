@@ -251,6 +251,8 @@ def test_a_model_that_does_not_run() -> None:
     (blocker,) = diagnose(nn.Linear(3, 3), X).blockers
     assert blocker.kind == "error-in-eager"
     assert "RuntimeError" in blocker.what
+    (blocker,) = diagnose(nn.Sequential(nn.ReLU(), nn.Linear(3, 3)), X).blockers
+    assert (blocker.module, "F.linear" in blocker.code) == ("1", True), "not a line of this package"
 
 
 def test_what_is_no_model_and_no_keyword() -> None:
