@@ -290,16 +290,16 @@ class Runner:
         done = {way: replace(lost, way=way) for way in names if not self.stopped} | {one.way: one for one in records}
         spent_s = round((time.monotonic() - start) / len(names), 2)
         about: Any = {name: getattr(row, name) for name in ("title", "dtype", "batch", "training")}
-        for one in sorted(done.values(), key=lambda one: one.way != anchor):
-            if one.way == anchor:
-                self.anchors[row.name, together] = replace(one, anchor=one.medians, spent_s=spent_s, **about)
-            beside = self.anchors.get((row.name, together))
-            record = replace(one, anchor=beside.medians if beside else {}, spent_s=spent_s, **about)
-            ours = "ours" if replace(one, way="ours").key in self.held else one.way
-            if beside and one.way in OURS and one.way == ours and not (one.error or beside.error):
-                self.held[beside.key] = beside
+        if anchor in done:
+            self.anchors[row.name, together] = replace(done[anchor], spent_s=spent_s, **about)
+        beside = self.anchors.get((row.name, together))
+        medians = beside.medians if beside else {}
+        leading = ("ours",) if replace(lost, way="ours").key in self.held else OURS
+        if beside and not beside.error and any(one.way in leading and not one.error for one in done.values()):
+            self.held[beside.key] = replace(beside, anchor=medians)
+        for one in done.values():
             if one.way != anchor or one.key not in self.held or self.held[one.key].error:
-                self.held[one.key] = record
+                self.held[one.key] = replace(one, anchor=medians, spent_s=spent_s, **about)
             said = one.error or " / ".join(f"{name.removesuffix('_us')} {us:.1f}" for name, us in one.medians.items())
             print(f"{row.name:20} {'together ' * together}{one.way:14} {said}  {spent_s:.0f} s", flush=True)
         write(self.given.out, self.held.values())

@@ -156,7 +156,7 @@ def speed(stores: Iterable[Sequence[Record]]) -> str:
         shown.append([f"{name}, mean", str(max(map(len, values))), *cells])
     for what, choose in (("best", max), ("worst", min)):
         cells = [f"{choose(one.values()):.2f}x" if one else "–" for one in values]
-        shown.append([f"{name}, {what}", "1", *cells])
+        shown.append([f"{name}, {what}", "any row", *cells])
     dates = sorted(ways["ours"].date[:10] for ways in rows.values())
     days = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
     about = f"{_where(rows).partition(' (')[0]}, each row by the engine of its day, {days}; hosts differ:"

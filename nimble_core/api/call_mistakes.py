@@ -52,8 +52,6 @@ def mistakes_explained(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterat
         kinds = {type(one).__name__ for one in (*args, *kwargs.values()) if not torch.is_tensor(one)}
         blamed = isinstance(error, InputError) or any(one in str(error) for one in ("forward()", *kinds))
         fix = (blamed and _input_hint(args, kwargs)) or (missing and f"pass an example of each input: {missing}")
-        if "unexpected keyword argument" in str(error) and any(isinstance(one, Mapping) for one in args):
-            fix = "TrainStep passes what a dict holds by name: prepare((x,), y) passes the dict"
         if not fix or (isinstance(error, InputError) and not error.what.startswith("no tensor")):
             raise
         what = error.what if isinstance(error, InputError) else f"the model does not take these: {first_line(error)}"

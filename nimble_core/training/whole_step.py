@@ -18,7 +18,7 @@ from nimble_core.tracing.strides import with_strides_of
 from nimble_core.training.gradients import gradients_of, require_no_tensor_hooks
 from nimble_core.training.loss_checks import require_scalar
 from nimble_core.training.optimizer import CapturedOptimizer
-from nimble_core.utils.errors import InputError
+from nimble_core.utils.errors import InputError, first_line
 
 __all__ = ["Result", "Turn", "WholeStep"]
 
@@ -280,7 +280,13 @@ class WholeStep(Around):
 
 def _called(model: torch.nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, Mapping):
-        return model(**inputs)
+        try:
+            return model(**inputs)
+        except TypeError as error:
+            if "forward() got an unexpected keyword" not in str(error):
+                raise
+            what = f"a step passes what a dict holds by name: {first_line(error)}"
+            raise InputError(what, fix="prepare((x,), y) passes the dict itself") from error
     return model(*inputs) if type(inputs) in (tuple, list) else model(inputs)
 
 

@@ -287,9 +287,10 @@ def _faster_runs(report: ReportData, run: str, now: float) -> Iterator[Change]:
             yield Change(what, run, now * (1 - 1 / over.value), now, "measured", why, code=code)
 
 
-def inputs_of(report: ReportData) -> str:
-    """Write the inputs of a call, to be pasted: ``x``, or what stands for several."""
-    return report.given or ("*args" if len(report.program.inputs) > 1 and not trains(report) else "x")
+def inputs_of(report: ReportData, *, compared: bool = False) -> str:
+    """Write the inputs of a call, or of a comparison, to be pasted: ``x``, or what stands for several."""
+    given = report.given or ("*args" if len(report.program.inputs) > 1 and not trains(report) else "x")
+    return given.replace("**kwargs", "kwargs=kwargs") if compared else given
 
 
 def _code_of(report: ReportData, name: str) -> str:

@@ -175,10 +175,8 @@ def _next(report: ReportData) -> dict[str, Any]:
         return _step("Nothing: the model makes no call that a device runs.", "")
     if over is None:
         what = "Find what keeps the model from being prepared" if not wrong_runs(report) else "Find what differs"
-        return _step(
-            f"{what}: diagnose names each line and its remedy.",
-            _DIAGNOSE.format(inputs_of(report).replace("**kwargs", "kwargs=kwargs")),
-        )
+        given = inputs_of(report, compared=True)
+        return _step(f"{what}: diagnose names each line and its remedy.", _DIAGNOSE.format(given))
     if not report.complete:
         return _step("Measure again to the end: this run was interrupted.", _compare(report))
     check = next((one for one in report.checks if one.name == name), None)
@@ -226,7 +224,7 @@ def _step(sentence: str, code: str, more: str = "") -> dict[str, Any]:
 def _compare(report: ReportData, more: str = "") -> str:
     phases = report.overhead.phases if report.overhead else ()
     step = _STEP if trains(report) or any(one.phase == "backward" for one in phases) else ""
-    given = inputs_of(report).replace("**kwargs", "kwargs=kwargs") + step
+    given = inputs_of(report, compared=True) + step
     imports = "Options, compare" if "Options" in more else "compare"
     return f"from nimble_viz import {imports}\nreport = compare(model, {given}{more and ', '}{more})"
 

@@ -93,9 +93,8 @@ def compare(
     with mistakes_explained(args, named):
         signature = check_inputs(model, args, named)
     eager = EagerRuns(model, args, named, stepping)
-    comparison = Comparison(eager, signature, device or device_for(signature.device), options, peers)
-    comparison.findings.given = given
-    return _measured(comparison, progress)
+    device = device or device_for(signature.device)
+    return _measured(Comparison(eager, signature, device, options, peers, given), progress)
 
 
 def _measured(run: Comparison, progress: Progress | None) -> Report:

@@ -154,7 +154,13 @@ class Comparison:
     """Measures; ``findings`` is what is known at any time."""
 
     def __init__(
-        self, eager: EagerRuns, signature: Signature, device: Device, options: Options, against: Sequence[Peer]
+        self,
+        eager: EagerRuns,
+        signature: Signature,
+        device: Device,
+        options: Options,
+        against: Sequence[Peer],
+        given: str,
     ) -> None:
         self.eager, self.training = eager, eager.training
         self.signature, self.device, self.options, self.against = signature, device, options, against
@@ -167,6 +173,7 @@ class Comparison:
             dtype_of(eager.model, signature.tensors, training.autocast if training else None),
             environment("cuda" if device.kind == "cuda" else "cpu"),
             warnings=list(training.notes) if training else _mode_notes(eager.model),
+            given=given,
         )
 
     def measure(self, progress: Progress) -> None:

@@ -43,7 +43,7 @@ class Batch(torch.nn.Module):
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         found: torch.Tensor = self.layer(batch["x"])
-        return found.reshpe(8) if self.misspelt else found  # type: ignore[attr-defined, no-any-return]
+        return found.reshpe(8) if self.misspelt else found  # type: ignore[attr-defined, no-any-return]  # its slip
 
 
 def stepped(model: torch.nn.Module) -> TrainStep:
