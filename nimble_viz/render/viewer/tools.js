@@ -44,7 +44,7 @@ export const stepsOf = (path) => {
 /** A module's or file's path, which may be broken between its parts. */
 export const dotted = (path) => path.split(/(?<=[./])/).flatMap((part, at) => (at ? [el("wbr"), part] : [part]));
 const TERMS = {
-  "Arena": "memory of all results, shared between calls that never live at once", "Break-even": "calls after which the whole preparation is won back, about", "Emitted": "cross-stream edges read back from the captured graph",
+  "Arena": "memory of all results, shared between calls that never live at once", "Break-even": "calls after which preparing with this plan is won back, about", "Emitted": "cross-stream edges read back from the captured graph",
   "Full DAG": "every hazard between streams, waited for", "Isolated": "all calls, one by one, each alone on the device", "Median": "of all samples, taken in turn with the other runs",
   "MEG": "minimum equivalent graph: no edge that others imply", "On the path": "on the critical path: the longest chain of calls that need each other", "Over eager": "how many times as fast as eager; below it the 99.5% interval",
   "Over one stream": "how many times as fast as one stream; below it the 99.5% interval", "Planned": "waits in the schedule", "Prepared in": "making the kernels and capturing",
